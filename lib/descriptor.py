@@ -1,5 +1,6 @@
 """`BatchDescriptor`: the shape class of a batch, with the partial order `covers`; and the protocol of such a class."""
 
+import dataclasses
 from typing import Any, Protocol, Self, runtime_checkable
 
 import attrs
@@ -14,16 +15,66 @@ class Descriptor(Protocol):
     """The protocol of a shape class: hashable, ordered by `covers`, with the size of each named axis of its batches as
     an int attribute.
 
-    An `@attrs.frozen` class of ints with a method `covers` follows it. A batch class has a field
-    `weft.descriptor_field()` for it. The example of `weft.axes` has both classes.
+    An `@attrs.frozen` class of ints with a method `covers` follows it. A class that inherits from it has `covers`: each
+    size is at least the other's. A batch class has a field `weft.descriptor_field()` for it. The example of `weft.axes`
+    has both classes.
+
+    >>> @attrs.frozen
+    ... class Resolution(Descriptor):
+    ...     height: int
+    ...     width: int
+    >>> Resolution(64, 64).covers(Resolution(50, 64)), Resolution(64, 64).covers(Resolution(32, 128))
+    (True, False)
     """
 
+    __slots__ = ()
+
     def covers(self, other: Self, /) -> bool:
-        """Whether a batch of class `other`, padded, may run under this one. A partial order."""
+        """Whether a batch of class `other`, padded, may run under this one. A partial order.
 
-    def __hash__(self) -> int: ...
+        Raises:
+            DescriptorError: it is inherited, and a descriptor has another class or an argument that is not an int.
+        """
+        sizes = _sizes_alone(self)
+        if type(other) is not type(self):
+            seen, instead = "descriptors of two classes", "descriptors of one class in one ladder"
+            raise DescriptorError(f"{self!r:.60}.covers({other!r:.60})", seen, instead)
+        return all(size >= getattr(other, name) for name, size in sizes.items())
 
-    def __eq__(self, other: Any, /) -> bool: ...
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __eq__(self, other: Any, /) -> bool:
+        return self is other
+
+
+def _sizes_alone(descriptor: Any) -> dict[str, int]:
+    """The sizes of a descriptor. Raises DescriptorError if it has none, or an argument that is not one."""
+    arguments = arguments_of(descriptor)
+    strange = [f"{name}={value!r:.40}, not a size" for name, value in arguments.items() if not is_int(value)]
+    if strange or not arguments:
+        seen = strange[0] if strange else "no sizes"
+        instead = f"in class {type(descriptor).__name__} arguments that are ints, or a method covers(self, other)"
+        raise DescriptorError(f"{descriptor!r:.60}.covers(...)", seen, instead)
+    return arguments
+
+
+def arguments_of(descriptor: Any) -> dict[str, Any]:
+    """The arguments that made a descriptor, by name: those of an attrs class, a dataclass or a named tuple, in order;
+    of another class its attributes."""
+    names = argument_names(type(descriptor)) or [
+        name for name in getattr(descriptor, "__dict__", ()) if not name.startswith("_")
+    ]
+    return {name: getattr(descriptor, name) for name in names}
+
+
+def argument_names(kind: Any) -> tuple[str, ...]:
+    """The names of the arguments of an attrs class, a dataclass or a named tuple; nothing for another class."""
+    if attrs.has(kind):
+        return tuple(field.name for field in attrs.fields(kind) if field.init)
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+    return tuple(getattr(kind, "_fields", ()))
 
 
 def check_descriptor(value: Any, call: str) -> None:

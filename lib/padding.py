@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from weft.descriptor import check_descriptor
+from weft.descriptor import arguments_of, check_descriptor
 from weft.errors import DescriptorError
 from weft.trees import Axes, find_descriptors, leaf_axes, map_sized
 
@@ -80,7 +80,7 @@ def pad(tree: T, descriptor: Any) -> T:
         check_descriptor(one, call)
     beyond = next((own for own in found if not descriptor.covers(own)), None)
     if beyond is not None or all(axes is None for axes in leaf_axes(tree)):
-        name = next(iter(getattr(type(descriptor), "__match_args__", ())), "num_tokens")
+        name = next(iter(arguments_of(descriptor)), "num_tokens")
         seen = "nothing in it that says which of its dimensions follow the batch"
         instead = f"pass a weft.Batch, or a class with attrs.field(metadata=weft.axes({name!r}))"
         if beyond is not None:

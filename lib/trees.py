@@ -103,10 +103,8 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
 
     >>> import torch, weft
     >>> @attrs.frozen
-    ... class Length:
+    ... class Length(weft.Descriptor):
     ...     steps: int
-    ...     def covers(self, other):
-    ...         return self.steps >= other.steps
     >>> @weft.pytree
     ... @attrs.frozen(eq=False)
     ... class Signal:

@@ -63,14 +63,11 @@ class Corpus:
 
 
 @attrs.frozen
-class GraphSize:
+class GraphSize(weft.Descriptor):
     """A class of graphs."""
 
     num_nodes: int
     num_edges: int
-
-    def covers(self, other: "GraphSize") -> bool:
-        return self.num_nodes >= other.num_nodes and self.num_edges >= other.num_edges
 
 
 @weft.pytree

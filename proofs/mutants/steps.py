@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, Descriptor, arguments_of
 from weft.donation import donates
 from weft.effects import Effect, Run
 from weft.ops.sampling.logits import SEED
@@ -52,6 +52,11 @@ def _by_one_side(descriptor: Any, ladder: Any) -> Any:
     if not covering:
         return dispatch(descriptor, ladder)
     return attrs.evolve(dispatch(descriptor, ladder), descriptor=min(covering, key=lambda d: d.height))
+
+
+def _covers_as_tuples(self: Any, other: Any) -> bool:
+    own, others = (tuple(arguments_of(each).values()) for each in (self, other))
+    return own >= others
 
 
 def _dispatch_without_loras(descriptor: Any, ladder: Any) -> Any:
@@ -165,6 +170,11 @@ STEPS = (
     Mutant("dispatch takes the largest", find("L6", "least"), replace(_GRAPHS, "dispatch", _largest)),
     Mutant("dispatch finds no graph", find("L6", "start"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
     Mutant("dispatch looks at one side alone", find("L6", "images"), replace(_GRAPHS, "dispatch", _by_one_side)),
+    Mutant(
+        "an inherited order compares sizes as tuples",
+        find("L6", "images"),
+        lambda: mock.patch.object(Descriptor, "covers", _covers_as_tuples),
+    ),
     Mutant("equal shape is taken for equal class", find("L7"), replace(_GRAPHS, "dispatch", _blind_dispatch)),
     Mutant("a graph of 0 LoRAs is taken for 1", find("L7"), replace(_GRAPHS, "dispatch", _dispatch_without_loras)),
     Mutant(

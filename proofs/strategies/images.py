@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weft.descriptor import Descriptor
 from weft.donation import donates
 from weft.trees import axes, descriptor_field, pytree
 
@@ -15,15 +16,11 @@ CHANNELS = 3
 
 
 @attrs.frozen
-class Resolution:
-    """The shape class of an image, with a partial order: the whole interface of a user's own descriptor."""
+class Resolution(Descriptor):
+    """The shape class of an image. It covers those whose height and width are not larger."""
 
     height: int
     width: int
-
-    def covers(self, other: "Resolution") -> bool:
-        """Whether an image of the other resolution fits in one of this resolution."""
-        return self.height >= other.height and self.width >= other.width
 
     def __str__(self) -> str:
         return f"{self.height}x{self.width}"

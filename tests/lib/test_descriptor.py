@@ -1,10 +1,12 @@
 """BatchDescriptor: a partial order of valid values."""
 
+import dataclasses
 from typing import Any
 
 import attrs
 import pytest
 from hypothesis import given, settings, strategies as st
+from refusal import refused
 
 from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError
@@ -116,3 +118,45 @@ def test_text_tells_different_classes_apart(a: BatchDescriptor, b: BatchDescript
 def test_text() -> None:
     assert str(BatchDescriptor(7, 3)) == "ragged 7 tokens, 3 reqs"
     assert str(BatchDescriptor.uniform(3, 2, 1)) == "uniform x2, 3 reqs, 1 LoRAs"
+
+
+@attrs.frozen
+class Size(Descriptor):
+    """A class with an order by its sizes."""
+
+    a: int
+    b: int
+
+
+@attrs.frozen
+class Labelled(Descriptor):
+    """A class with an argument that is not a size."""
+
+    a: int
+    label: str = "x"
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing(Descriptor):
+    """A class without arguments."""
+
+
+@given(*[st.builds(Size, st.integers(0, 3), st.integers(0, 3))] * 3)
+def test_the_inherited_order_is_partial_and_by_each_size(x: Size, y: Size, z: Size) -> None:
+    assert x.covers(y) == (x.a >= y.a and x.b >= y.b)
+    assert x.covers(x)
+    assert not (x.covers(y) and y.covers(x)) or x == y
+    assert not (x.covers(y) and y.covers(z)) or x.covers(z)
+    assert isinstance(x, Descriptor)
+
+
+def test_an_inherited_order_of_what_is_not_a_size() -> None:
+    instead = "in class Labelled arguments that are ints, or a method covers(self, other)"
+    with refused(DescriptorError, "Labelled(a=1, label='x').covers(...)", "label='x', not a size", instead):
+        Labelled(1).covers(Labelled(1))
+    with refused(DescriptorError, "Nothing().covers(...)", "no sizes", instead.replace("Labelled", "Nothing")):
+        Nothing().covers(Nothing())
+    seen, instead = "descriptors of two classes", "descriptors of one class in one ladder"
+    other: Any = BatchDescriptor(1, 1)
+    with refused(DescriptorError, f"Size(a=1, b=1).covers({other!r:.60})", seen, instead):
+        Size(1, 1).covers(other)

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from weft.arguments.checks import is_int
-from weft.descriptor import Descriptor
+from weft.descriptor import Descriptor, arguments_of
 from weft.display.plots import axes_for, legend, rows
 from weft.display.tables import COLOURS, Table, Tabled
 from weft.errors import DescriptorError
@@ -104,8 +104,7 @@ def excess(larger: Any, own: Any) -> dict[str, int]:
     """
     if (method := getattr(larger, "excess", None)) is not None:
         return dict(method(own))
-    names = getattr(type(own), "__match_args__", ()) or [n for n in vars(own) if not n.startswith("_")]
-    pairs = [(name, getattr(larger, name), getattr(own, name)) for name in names]
+    pairs = [(name, getattr(larger, name), size) for name, size in arguments_of(own).items()]
     return {name: a - b if is_int(a) else 0 for name, a, b in pairs if is_int(b)}
 
 

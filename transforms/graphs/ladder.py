@@ -1,12 +1,14 @@
 """`Ladder`: the finite set of classes that may be captured, one per mode, as a pure function of the limits."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import attrs
 
 from weft.arguments.checks import is_int, kind_of
-from weft.descriptor import BatchDescriptor, Descriptor
+from weft.descriptor import BatchDescriptor, Descriptor, argument_names
 from weft.display.tables import Table, Tabled
 from weft.errors import DescriptorError
 
@@ -67,6 +69,32 @@ class Ladder(Tabled, Generic[D]):
     full: tuple[D, ...] = attrs.field(default=(), converter=tuple)
     piecewise: tuple[D, ...] = attrs.field(default=(), converter=tuple)
 
+    @classmethod
+    def product(cls, kind: Callable[..., D], /, **sizes: Iterable[int] | int) -> "Ladder[D]":
+        """The ladder of whole graphs with a class for each combination of sizes.
+
+        Args:
+            kind: the class of descriptors. If it inherits from `weft.Descriptor`, its order is that of the sizes: a
+                batch then runs under the least of each that it fits in.
+            sizes: for each argument of `kind`, its values, or the one that all have.
+
+        Raises:
+            DescriptorError: `kind` is not a class of descriptors, an argument has no values or values that are not
+                ints, or `kind` refuses a combination.
+
+        To leave out combinations, filter them: `[d for d in Ladder.product(...) if d.height >= d.width]` is a ladder.
+
+        >>> @attrs.frozen
+        ... class Resolution(Descriptor):
+        ...     height: int
+        ...     width: int
+        >>> [(d.height, d.width) for d in Ladder.product(Resolution, height=(64, 128), width=range(64, 193, 64))]
+        [(128, 192), (128, 128), (64, 192), (128, 64), (64, 128), (64, 64)]
+        """
+        values = _check_product(kind, sizes)
+        made = [_make(kind, dict(zip(values, row, strict=True))) for row in itertools.product(*values.values())]
+        return Ladder(sorted(dict.fromkeys(made), key=lambda d: _volume(d, values), reverse=True))
+
     def __iter__(self) -> Iterator[D]:
         return iter((*self.full, *self.piecewise))
 
@@ -77,6 +105,54 @@ class Ladder(Tabled, Generic[D]):
         """A table with one row per kind of classes."""
         rows = [*_kinds("full", self.full), *_kinds("piecewise", self.piecewise)]
         return Table(("mode", "classes", "of"), tuple(rows), f"a ladder of {len(self)} classes")
+
+
+def _volume(descriptor: Any, names: Iterable[str]) -> tuple[int, ...]:
+    """The order of a product: the largest first, and among equal ones by the sizes in order."""
+    sizes = [getattr(descriptor, name) for name in names]
+    return (math.prod(sizes), *sizes)
+
+
+def _product_text(kind: Any, sizes: Mapping[str, Any]) -> str:
+    return f"Ladder.product({', '.join([_name(kind), *(f'{name}={given!r:.40}' for name, given in sizes.items())])})"
+
+
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else f"{kind!r:.60}"
+
+
+def _values(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+
+
+def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
+    try:
+        return kind(**sizes)
+    except Exception as error:
+        seen, instead = f"{type(error).__name__}: {error}", "sizes that all go together, or a list of the descriptors"
+        raise DescriptorError(_product_text(kind, sizes), seen, instead) from error
+
+
+def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The values of each argument of a product. Raises DescriptorError where they make no descriptors."""
+    call, known = _product_text(kind, sizes), argument_names(kind) if isinstance(kind, type) else ()
+    values = {name: (given,) if is_int(given) else given for name, given in sizes.items()}
+    values = {
+        name: tuple(own) for name, own in values.items() if isinstance(own, Iterable) and not isinstance(own, str)
+    }
+    wrong = [name for name in sizes if not values.get(name) or not all(is_int(size, 0) for size in values[name])]
+    unknown = [name for name in sizes if known and name not in known]
+    if not isinstance(kind, type) or not hasattr(kind, "covers"):
+        name = kind.__name__ if isinstance(kind, type) else "Resolution"
+        seen, instead = f"{_name(kind)}, not a class of descriptors", f"class {name}(weft.Descriptor), which has covers"
+    elif wrong:
+        seen, instead = f"{wrong[0]}={sizes[wrong[0]]!r:.60}", f"one or more ints: {wrong[0]}=(64, 128)"
+    elif unknown or not sizes:
+        seen = f"{kind.__name__} has no {unknown[0]}" if unknown else "no sizes"
+        instead = f"the sizes of {', '.join(known) or 'its arguments'}"
+    else:
+        return values
+    raise DescriptorError(call, seen, instead)
 
 
 def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.arguments.checks import COUNT, is_int, kind_of
 from weft.containers import map_tensors, opened
+from weft.descriptor import arguments_of
 from weft.errors import DescriptorError, WeftError
 from weft.splitting import axis_sizes, cut_sized, find_bounds, read_starts, resized, sized_tensors
 from weft.transforms.pipelines.argument_checks import Mistake
@@ -131,8 +132,7 @@ def _check_sizes(call: str, batch: Any) -> dict[str, int]:
                 seen = f"a tensor of shape {tuple(value.shape)} where {base} is {sizes[base]}"
                 raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
     for descriptor in find_descriptors(batch):
-        names = getattr(type(descriptor), "__match_args__", ())
-        if others := [name for name in names if name not in sizes and is_int(getattr(descriptor, name))]:
+        if others := [name for name, own in arguments_of(descriptor).items() if name not in sizes and is_int(own)]:
             seen = f"'{descriptor}', whose {' and '.join(others)} no field names as an axis: unknown in a part"
             raise DescriptorError(call, seen, _own_methods(batch))
     return sizes

@@ -5,11 +5,15 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
+from refusal import refused
 
-from weft.descriptor import BatchDescriptor as B
+from weft.descriptor import BatchDescriptor as B, Descriptor
 from weft.errors import DescriptorError
+from weft.proofs.strategies.images import Image, Resolution
 from weft.transforms.graphs.dispatch import dispatch
+from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import (
     CAPABILITIES,
     MODES,
@@ -223,3 +227,105 @@ def test_limits_that_no_batch_meets_are_refused(limits: tuple[Any, Any], seen: s
 def test_query_lengths_that_no_batch_can_have_are_refused(limits: Limits) -> None:
     with pytest.raises(DescriptorError):
         make_ladder("full", limits)
+
+
+SIDES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+
+
+@FAST
+@given(SIDES, SIDES, st.integers(0, 10), st.integers(0, 10))
+def test_a_product_has_each_combination_once_and_dispatch_takes_the_least_side(
+    heights: list[int], widths: list[int], height: int, width: int
+) -> None:
+    ladder = Ladder.product(Resolution, height=heights, width=widths)
+    assert sorted((d.height, d.width) for d in ladder) == sorted({(h, w) for h in heights for w in widths})
+    assert not any(b.covers(a) for a, b in pairwise(ladder.full))
+    decision = dispatch(Resolution(height, width), ladder)
+    sides = [
+        min((side for side in given if side >= own), default=None)
+        for given, own in ((heights, height), (widths, width))
+    ]
+    if None in sides:
+        assert (decision.mode, decision.descriptor) == ("none", Resolution(height, width))
+    else:
+        assert (decision.mode, (decision.descriptor.height, decision.descriptor.width)) == ("full", tuple(sides))
+        assert decision.padding == tuple(
+            (name, side - own)
+            for name, side, own in zip(("height", "width"), sides, (height, width), strict=True)
+            if side is not None and side > own
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Volume(Descriptor):
+    """A class whose arguments have names only, and a default."""
+
+    depth: int
+    height: int
+    channels: int = 3
+
+
+def test_a_product_of_one_size_of_a_range_and_of_defaults() -> None:
+    ladder = Ladder.product(Volume, depth=range(1, 3), height=4)
+    assert ladder.full == (Volume(depth=2, height=4), Volume(depth=1, height=4))
+    assert dispatch(Volume(depth=1, height=3), ladder).padding == (("height", 1),)
+    assert dispatch(Volume(depth=1, height=3, channels=4), ladder).mode == "none"
+
+
+def test_a_graph_for_each_image_of_a_product() -> None:
+    ladder = Ladder.product(Resolution, height=(4, 8), width=(4, 8))
+    double = graphify(lambda image: attrs.evolve(image, pixels=2 * image.pixels), ladder=ladder)
+    for height, width, captures in ((3, 4, 1), (3, 5, 2), (4, 4, 2), (8, 1, 3), (9, 1, 3)):
+        image = Image(Resolution(height, width), torch.rand(height, width, 3), torch.ones(height, width) > 0)
+        assert torch.equal(double(image).pixels, 2 * image.pixels)
+        assert double.cache_info().captures == captures
+    assert double.cache_info().eager == 1
+
+
+@attrs.frozen
+class Square(Descriptor):
+    """A class that not every combination makes."""
+
+    height: int
+    width: int = attrs.field()
+
+    @width.validator
+    def _check(self, _: Any, width: int) -> None:
+        if width != self.height:
+            raise ValueError("not a square")
+
+
+class Plain:
+    """A class without an order."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "seen", "instead"),
+    [
+        (Resolution, {}, "no sizes", "the sizes of height, width"),
+        (Resolution, {"height": (4,), "depth": 2}, "Resolution has no depth", "the sizes of height, width"),
+        (Resolution, {"height": (), "width": 2}, "height=()", "one or more ints: height=(64, 128)"),
+        (Resolution, {"height": (1.5,), "width": 2}, "height=(1.5,)", "one or more ints: height=(64, 128)"),
+        (Resolution, {"height": "64", "width": 2}, "height='64'", "one or more ints: height=(64, 128)"),
+        (Resolution, {"height": -1, "width": 2}, "height=-1", "one or more ints: height=(64, 128)"),
+        (Plain, {"n": 1}, "Plain, not a class of descriptors", "class Plain(weft.Descriptor), which has covers"),
+        (3, {"n": 1}, "3, not a class of descriptors", "class Resolution(weft.Descriptor), which has covers"),
+    ],
+)
+def test_a_product_that_makes_no_descriptors(kind: Any, sizes: Any, seen: str, instead: str) -> None:
+    name = getattr(kind, "__name__", kind)
+    written = ", ".join([str(name), *(f"{name}={given!r}" for name, given in sizes.items())])
+    with refused(DescriptorError, f"Ladder.product({written})", seen, instead):
+        Ladder.product(kind, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "call", "seen"),
+    [
+        ({"height": (2, 3), "width": 2}, "Ladder.product(Square, height=3, width=2)", "ValueError: not a square"),
+        ({"height": (2, 3)}, "Ladder.product(Square, height=2)", "TypeError: <any>"),
+    ],
+)
+def test_a_product_with_a_combination_that_the_class_refuses(sizes: Any, call: str, seen: str) -> None:
+    with refused(DescriptorError, call, seen, "sizes that all go together, or a list of the descriptors"):
+        Ladder.product(Square, **sizes)
