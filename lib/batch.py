@@ -1,6 +1,6 @@
 """`Batch`: the host's input of a step. `ResolvedBatch`: the batch with all that a step derives from the state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
@@ -268,6 +268,8 @@ class ResolvedBatch(Summarized):
         adapters: [num_tokens] int32, the slot of each token's adapter; -1: no adapter. None if the batch has none.
         active_adapters: [num_active_loras] int32, the distinct slots in `adapters`, then -1.
         extras: [num_reqs, ...] by name: each request's own inputs for stages that take some; the defaults for padding.
+        carried: [num_reqs, ...] by name: what each request carries from the token before its first one in this batch
+            (`weft.stages.carry`); the defaults for padding.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -282,8 +284,31 @@ class ResolvedBatch(Summarized):
     adapters: Tensor | None = None
     active_adapters: Tensor | None = None
     extras: dict[str, Tensor] = attrs.field(factory=dict)
+    carried: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def per_token(self, values: Tensor) -> Tensor:
         """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...]."""
         owners, _ = find_owners(self.query_start_loc, len(self.input_ids))
         return values[owners]
+
+    def scan_tokens(self, f: Callable[..., Tensor], init: Tensor, *xs: Tensor) -> Tensor:
+        """The values of a recurrence after each token, [num_tokens, ...]; its requests go on side by side.
+
+        As `jax.lax.scan`, it calls `f` once for each place: as often as the batch's longest request may have tokens,
+        which is the query length of a uniform batch, and otherwise `num_tokens`. A recurrence that is linear is faster
+        as sums over tokens.
+
+        Args:
+            f: `(value, *xs) -> value`, each [num_reqs, ...]: the value after a token, from the one before it.
+            init: [num_reqs, ...], the values before the first tokens, such as `batch.carried[name]`.
+            xs: [num_tokens, ...], read by `f` token by token.
+        """
+        starts, num_tokens = self.query_start_loc[:-1].to(torch.int64), len(self.input_ids)
+        lengths, value, found = self.query_start_loc[1:] - starts, init, init[:0]
+        for place in range(self.descriptor.query_len or num_tokens):
+            live, token = place < lengths, (starts + place).clamp(max=num_tokens - 1)
+            made = f(value, *(x[token] for x in xs))
+            value = torch.where(live.view(-1, *[1] * (made.dim() - 1)), made, value)
+            found = found if place else value.new_zeros(num_tokens + 1, *value.shape[1:])  # the last one is scratch
+            found[torch.where(live, token, num_tokens)] = value
+        return found[:num_tokens]

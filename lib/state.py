@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
+from weft.carried import Carried
 from weft.display.summary import Summarized
 from weft.donation import donatable, donates
 from weft.errors import RequestError
@@ -100,6 +101,10 @@ class State(Summarized):
         drafting: the part that speculation needs; None: the steps do not draft.
         extras: [max_num_reqs + 1, ...] by name: the inputs of its own that each request has for a stage that takes
             some; the last row holds the defaults.
+        carried: what each request carries from token to token for a stage that carries something; None: nothing.
+        found: [max_num_reqs + 1] int64, the leading tokens of each request that were in its pages, and that it computes
+            again: they are not written, as the pages are shared. The last page of such a state is scratch. None: no
+            request computes such tokens.
     """
 
     kv_pages: Tensor
@@ -111,6 +116,8 @@ class State(Summarized):
     sampling: SamplingTable
     drafting: Drafting | None = None
     extras: dict[str, Tensor] = attrs.field(factory=dict)
+    carried: Carried | None = None
+    found: Tensor | None = None
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
 
     @classmethod
@@ -163,8 +170,12 @@ def admit(
     limits: Sequence[int] | None = None,
     mrope_position_deltas: Sequence[int] | None = None,
     extras: Sequence[Mapping[str, Tensor]] | None = None,
+    found: Sequence[int] | None = None,
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and first positions.
+
+    A request carries the defaults before its first token; if it starts after it, what the snapshot of the page before
+    holds (`weft.carried.Carried`).
 
     Args:
         state: donated.
@@ -181,6 +192,7 @@ def admit(
         mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has positions of its own
             (`weft.stages.rope.mrope_position_delta`); None: 0.
         extras: each request's own values for some of the state's `extras`; None: the defaults.
+        found: the tokens already in each request's pages that it computes again (`State.found`); None: 0.
 
     Raises:
         RequestError: lengths that differ; a row twice, or not of the state; a page that is not of the state, or more
@@ -194,14 +206,15 @@ def admit(
     most = room if limits is None else list(limits)
     deltas = [0] * count if mrope_position_deltas is None else list(mrope_position_deltas)
     own_extras = [{}] * count if extras is None else list(extras)
-    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most, deltas, own_extras))
+    shared = [0] * count if found is None else list(found)
+    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most, deltas, own_extras, shared))
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-    columns = to_device(torch.tensor([list(rows), starts, slots, deltas], dtype=torch.int64), device)
-    index, begins, own_slots, own_deltas = columns
+    columns = to_device(torch.tensor([list(rows), starts, slots, deltas, shared], dtype=torch.int64), device)
+    index, begins, own_slots, own_deltas, own_found = columns
     state.block_table[index] = to_device(table, device)
     state.positions[index] = begins
     state.last_tokens[index] = 0
@@ -214,6 +227,12 @@ def admit(
         if given := [place for place, own in enumerate(own_extras) if name in own]:
             stacked = torch.stack([own_extras[place][name] for place in given]).to(values.dtype)
             values[index[given]] = to_device(stacked, device)
+    if state.found is not None:
+        state.found[index] = own_found
+    if state.carried is not None:
+        size = state.kv_pages.shape[3]
+        last = [own[start // size - 1] if start >= size else -1 for own, start in zip(pages, starts, strict=True)]
+        state.carried.admit(index, starts, last)
     return state
 
 
@@ -295,10 +314,21 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
         limits, state.kv_pages.shape[3],
     )  # fmt: skip
     adapters, active = _find_adapters(state, batch)
+    if state.found is not None:
+        slots = _written(batch, state.found, positions, slots, state.kv_pages)
+    carried = {} if state.carried is None else state.carried.read(batch.rows, state.positions[batch.rows])
     return ResolvedBatch(
         batch.descriptor, batch.rows, ids, positions, batch.query_start_loc, seq_lens, block_table, slots, last_index,
-        adapters, active, {name: values[batch.rows] for name, values in state.extras.items()},
+        adapters, active, {name: values[batch.rows] for name, values in state.extras.items()}, carried,
     )  # fmt: skip
+
+
+def _written(batch: Batch, found: Tensor, positions: Tensor, slots: Tensor, kv_pages: Tensor) -> Tensor:
+    """The slot [num_tokens] that each token is written to: for a found token one of the last page, which is scratch."""
+    num_pages, page_size = kv_pages.shape[2:4]
+    owner, _ = batch.owners()
+    is_found = (slots >= 0) & (positions < found[batch.rows][owner])
+    return torch.where(is_found, (num_pages - 1) * page_size + positions % page_size, slots)
 
 
 def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | None]:

@@ -6,12 +6,13 @@ from weft.stages.adapters import Adapter, load_adapter, reserve_slots, with_adap
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
-from weft.stages.functions import StageFunctions, sow
+from weft.stages.functions import StageFunctions
 from weft.stages.layout import StageLayout, balance, split_layers, split_model
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
 from weft.stages.random_weights import random_adapter, random_model, random_params
+from weft.stages.sown import carry, sow
 
 __all__ = [
     "DEMO",
@@ -24,6 +25,7 @@ __all__ = [
     "StageFunctions",
     "StageLayout",
     "balance",
+    "carry",
     "decoder_stage",
     "from_module",
     "load",

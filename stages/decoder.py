@@ -40,13 +40,13 @@ from weft.stages.functions import (
     changed_layer,
     check_added,
     check_functions,
-    sowing,
 )
 from weft.stages.head import finish, read_at, verify
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
 from weft.stages.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
+from weft.stages.sown import Sown, at_layer, sowing
 from weft.state import State, resolve
 
 _NOTHING = nullcontext()
@@ -65,6 +65,7 @@ def decoder_stage(
     logits: ChangeLogits | None = None,
     layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
     captures: Mapping[str, Tensor] | None = None,
+    carries: Mapping[str, Tensor] | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -77,7 +78,7 @@ def decoder_stage(
         num_drafts: the most drafts of a request in a batch (`weft.stages.drafting`); if not 0, the state has a
             `drafting`, and every step verifies.
         attention, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
-        captures: the values that they capture of a token, as in `StageFunctions`.
+        captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -85,7 +86,8 @@ def decoder_stage(
     Raises:
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
-    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, captures=captures or {})
+    own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}}
+    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own)
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
 
     _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
@@ -105,13 +107,14 @@ def decoder_stage(
             positions = mrope_positions(state, batch, resolved) if x is None else x.positions
         angles = resolved.positions if positions is None else positions
         tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
-        with sowing(functions.captures, len(hidden)) as sown:
-            hidden, pages = run_layers(
-                config, params, state.kv_pages, resolved, tables, hidden, functions, layout.start
-            )
+        with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
+            given = params, state.kv_pages, own_batch, tables, hidden
+            hidden, pages = run_layers(config, *given, functions, layout.start)
         captured = sown.after(x, hidden.device, layout.num_stages == 1)
         if pages is not state.kv_pages:
             state = attrs.evolve(state, kv_pages=pages)
+        if functions.carries:
+            state = _carried(name, state, resolved, sown, layout.num_stages == 1)
         if not layout.last:
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
         where = read_at(batch, num_drafts) if num_drafts else None
@@ -141,6 +144,16 @@ def _check_call(
     else:
         return
     raise kind(f"{name}(params, state, batch, x)", seen, instead)
+
+
+def _carried(name: str, state: State, batch: ResolvedBatch, sown: Sown, alone: bool) -> State:
+    """The state with what the batch's requests carry on from this stage."""
+    if state.carried is None:
+        instead = "a state of this model: make_state(model, ...), or Carried.of(model.functions.carries, ...)"
+        raise ProgramError(f"{name}(params, state, batch, x)", "a state without `carried`", instead)
+    sown.check_carried(alone)
+    carried = state.carried.write(batch, state.kv_pages.shape[3], sown.carried)
+    return state if carried is state.carried else attrs.evolve(state, carried=carried)
 
 
 def _resolved(state: State, batch: Batch) -> ResolvedBatch:
@@ -196,6 +209,8 @@ def run_layers(
     added, written, in_place = None, list[Tensor](), True
     for index, layer in enumerate(params.layers):
         own, change = kv_pages[index], functions.layers.get(start + index)
+        if functions.carries:
+            at_layer(start + index)
         if change is None:
             added, hidden, pages = _run_layer(config, functions, layer, own, batch, tables, added, hidden)
         else:

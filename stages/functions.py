@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -15,9 +14,10 @@ from weft.batch import Batch, ResolvedBatch
 from weft.donation import donates
 from weft.errors import ProgramError
 from weft.ops.fp8 import Quantized
-from weft.outputs import IntermediateTensors, Output, PerToken
+from weft.outputs import IntermediateTensors, Output
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams
+from weft.stages.sown import sowing_nothing
 from weft.state import State
 from weft.trees import tree_structure
 
@@ -31,6 +31,10 @@ Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Ten
 that `kv_pages` are the layer's own."""
 ChangeLogits = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 """`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its request's extras."""
+
+
+PREFIX_CACHING = ("full", "recompute", "snapshot", "none")
+"""What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`)."""
 
 
 @attrs.frozen(eq=False)
@@ -57,6 +61,14 @@ class StageFunctions:
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.
         captures: for the name of each value that the functions capture of a token (`sow`), an example of one.
+        carries: for the name of each value that a request carries from token to token (`carry`), the value before its
+            first one. The functions read what comes from the token before the batch in `batch.carried[name]`
+            [num_reqs, ...].
+        prefix_caching: what is done with the leading tokens of a request that the prefix cache has. `"full"`: they are
+            not computed. `"recompute"`: their pages are shared, and they are computed again, without being written: so
+            they are captured, and carried through. `"snapshot"`: they are not computed, and what the request carries
+            begins with what was kept with the last full page. `"none"`: they are computed, in pages of the request's
+            own. None: `"none"` where something is captured or carried, otherwise `"full"`.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -66,13 +78,21 @@ class StageFunctions:
     layers: Mapping[int, Callable[[Layer], Layer]] = attrs.field(factory=dict)
     extras: Mapping[str, Tensor] = attrs.field(factory=dict)
     captures: Mapping[str, Tensor] = attrs.field(factory=dict)
+    carries: Mapping[str, Tensor] = attrs.field(factory=dict)
+    prefix_caching: str | None = None
+
+    @property
+    def policy(self) -> str:
+        """One of `PREFIX_CACHING`."""
+        return self.prefix_caching or ("none" if self.captures or self.carries else "full")
 
     def __str__(self) -> str:
         named = {name: getattr(self, name) for name in ("attention", "feed_forward", "norm", "logits")}
         named |= {f"layer {index}": change for index, change in sorted(self.layers.items())}
         parts = [f"{name}={name_of(f)}" for name, f in named.items() if f is not None]
-        for kind, tensors in (("extra", self.extras), ("captured", self.captures)):
+        for kind, tensors in (("extra", self.extras), ("captured", self.captures), ("carried", self.carries)):
             parts += [f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())]
+        parts += [] if self.prefix_caching is None else [f"prefix_caching={self.prefix_caching}"]
         return ", ".join(parts) or "the decoder's own"
 
 
@@ -88,7 +108,7 @@ def name_of(f: Any) -> str:
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
     """Raise ProgramError for what is not a function, and for layers that the model does not have."""
     given = attrs.asdict(functions, recurse=False)
-    others = {name: given.pop(name) for name in ("layers", "extras", "captures")}
+    others = {name: given.pop(name) for name in ("layers", "extras", "captures", "carries", "prefix_caching")}
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
         lambda found: (
@@ -99,7 +119,28 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     )
     rules["extras"] = _are_tensors, "a dict of the default values by name: extras={'vector': torch.zeros(hidden_size)}"
     rules["captures"] = _are_tensors, "a dict of examples by name: captures={'hidden': torch.zeros(hidden_size)}"
+    rules["carries"] = _are_tensors, "a dict of the values before the first token: carries={'sum': torch.zeros(())}"
+    rules["prefix_caching"] = (
+        lambda own: own is None or own in PREFIX_CACHING,
+        f"one of {', '.join(PREFIX_CACHING)}; None: it follows from captures and carries",
+    )
     check_values(call, rules, {**given, **others}, ProgramError)
+
+
+def check_policy(call: str, functions: StageFunctions) -> None:
+    """Raise ProgramError for a policy under which captures or carries would lack found tokens."""
+    own, captures, carries = functions.prefix_caching, bool(functions.captures), bool(functions.carries)
+    if own == "full" and (captures or carries):
+        what = "captures" if captures else "carries"
+        seen = f"{what}, which skipped tokens do not have"
+        instead = "prefix_caching='recompute' or 'none'"
+    elif own == "snapshot" and captures:
+        seen, instead = "captures, which skipped tokens do not have", "prefix_caching='recompute' or 'none'"
+    elif own == "snapshot" and not carries:
+        seen, instead = "no carries, so that there is nothing to keep", "carries={name: default}, or leave it out"
+    else:
+        return
+    raise ProgramError(f"{call} with prefix_caching={own!r}", seen, instead)
 
 
 def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *args: Any) -> tuple[Tensor, Tensor]:
@@ -129,101 +170,6 @@ def _are_tensors(found: Any) -> bool:
     if not isinstance(found, Mapping):
         return False
     return all(isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items())
-
-
-@attrs.define
-class Sown:
-    """The values that functions of one's own capture while a stage runs.
-
-    Args:
-        captures: an example of each value, by name.
-        num_tokens: of the batch, padding included.
-        values: what was captured, [num_tokens, ...] by name.
-        refused: why nothing can be captured here; empty: it can.
-    """
-
-    captures: Mapping[str, Tensor]
-    num_tokens: int
-    values: dict[str, Tensor] = attrs.field(factory=dict)
-    refused: str = ""
-
-    def add(self, name: str, value: Any) -> None:
-        """Add a value; one of the same name replaces it."""
-        call, example = f"weft.stages.sow({name!r}, value)", self.captures.get(name)
-        if self.refused:
-            raise ProgramError(call, self.refused, "sow in a layer, or in an attention, feed_forward or norm")
-        if example is None:
-            known = ", ".join(map(repr, self.captures)) or "none"
-            instead = f"model.with_stages(..., captures={{{name!r}: torch.zeros(...)}}), an example for one token"
-            raise ProgramError(call, f"a name that the stages do not declare; they declare {known}", instead)
-        shape = (self.num_tokens, *example.shape)
-        if not isinstance(value, Tensor) or value.shape != shape:
-            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-            raise ProgramError(call, seen, f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch")
-        self.values[name] = value.to(example.dtype, copy=True)  # it may be written to later
-
-    def after(self, x: IntermediateTensors | None, device: torch.device, alone: bool) -> dict[str, PerToken]:
-        """The captures of this stage and of those before it.
-
-        Args:
-            alone: whether there are no other stages.
-
-        Raises:
-            ProgramError: the only stage has not captured all that it declares.
-        """
-        found = {} if x is None else x.captured
-        for name, example in self.captures.items():
-            if name in self.values:
-                found = {**found, name: PerToken(self.values[name])}
-            elif alone:
-                seen = f"no function that calls weft.stages.sow({name!r}, value)"
-                raise ProgramError(f"with_stages(captures={{{name!r}: ...}})", seen, "leave it out, or sow it")
-            elif name not in found:
-                shape = self.num_tokens, *example.shape
-                found = {**found, name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device))}
-        return found
-
-
-_SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)
-
-
-def sow(name: str, value: Tensor) -> None:
-    """Capture a value of each token, from within a function of one's own in a stage: it comes back, per token, as
-    `captured[name]` of the stage's output, of `RequestOutput` and of `Completion`.
-
-    As `sow` of Flax does, it leaves the function's signature as it is, and does nothing where nobody collects.
-
-    Args:
-        name: one that `model.with_stages(..., captures={name: example})` declares.
-        value: [num_tokens, ...], of the example's shape for each token; cast to its dtype. If a name is sown twice in a
-            step, the last value counts. It is copied, so that you may write to yours later.
-
-    Raises:
-        ProgramError: a name that is not declared, a value of another shape, or a call from `logits` or from a transform
-            of a whole stage, where values are not of tokens.
-    """
-    if (own := _SOWN.get()) is not None:
-        own.add(name, value)
-
-
-@contextmanager
-def sowing(captures: Mapping[str, Tensor], num_tokens: int) -> Iterator[Sown]:
-    """A context that collects what is sown in it."""
-    token = _SOWN.set(own := Sown(captures, num_tokens))
-    try:
-        yield own
-    finally:
-        _SOWN.reset(token)
-
-
-@contextmanager
-def sowing_nothing(where: str) -> Iterator[None]:
-    """A context in which `sow` raises."""
-    token = _SOWN.set(Sown({}, 0, refused=f"a call from {where}, whose values are not of tokens"))
-    try:
-        yield
-    finally:
-        _SOWN.reset(token)
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
 from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
-from weft.stages.functions import ChangeLogits, blamed_on, sowing_nothing
+from weft.stages.functions import ChangeLogits, blamed_on
 from weft.stages.params import DecoderParams
+from weft.stages.sown import sowing_nothing
 from weft.state import State
 
 _TOKENS_AT_ONCE = 256

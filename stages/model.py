@@ -27,6 +27,7 @@ from weft.stages.functions import (
     StageFunctions,
     Transform,
     check_functions,
+    check_policy,
     name_of,
     transformed,
 )  # fmt: skip
@@ -124,6 +125,8 @@ class Model:
         layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
         extras: Mapping[str, Tensor] | None = None,
         captures: Mapping[str, Tensor] | None = None,
+        carries: Mapping[str, Tensor] | None = None,
+        prefix_caching: str | None = None,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
@@ -140,11 +143,17 @@ class Model:
             extras: the default values of inputs that each request has of its own, by name, which the functions find in
                 `batch.extras` [num_reqs, ...]. A request gives its values as `engine.add(..., extras={name: value})`.
             captures: for the name of each value that the functions capture of a token (`weft.stages.sow`), an example
-                of one, such as `{"hidden": torch.zeros(hidden_size)}`. Such a model's requests share no prefixes: what
-                is found in the cache is not computed, and so not captured.
+                of one, such as `{"hidden": torch.zeros(hidden_size)}`.
+            carries: the values before a request's first token, by name, of what the functions carry from token to token
+                (`weft.stages.carry`), and find in `batch.carried` [num_reqs, ...].
+            prefix_caching: `"full"`, `"recompute"`, `"snapshot"` or `"none"`: what is done with tokens that the prefix
+                cache has, which need not be computed, and so are neither captured nor carried through
+                (`weft.stages.StageFunctions`). None: the model's own; requests of one with captures or carries share no
+                prefixes.
 
         Raises:
-            ProgramError: one of them is not a function, or the model has no such layer.
+            ProgramError: one of them is not a function, the model has no such layer, or captures or carries lack tokens
+                under that `prefix_caching`.
 
         >>> def doubled(layer):
         ...     def run(params, kv_pages, batch, tables, hidden):
@@ -157,17 +166,23 @@ class Model:
         call = "model.with_stages(...)"
         check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
-        new = StageFunctions(**given, layers=layers or {}, extras=extras or {}, captures=captures or {})
+        tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
+        new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
         check_functions(call, new, self.config.num_layers)
-        defaults = {name: x.detach().clone() for name, x in new.extras.items()}  # the user may change theirs
+        defaults, starts = (
+            {name: x.detach().clone() for name, x in own.items()} for own in (new.extras, new.carries)
+        )  # the user may change theirs
         merged = {index: _after(self.functions.layers.get(index), change) for index, change in new.layers.items()}
         functions = attrs.evolve(
             self.functions,
             layers={**self.functions.layers, **merged},
             extras={**self.functions.extras, **defaults},
             captures={**self.functions.captures, **new.captures},
+            carries={**self.functions.carries, **starts},
+            prefix_caching=prefix_caching or self.functions.prefix_caching,
             **{name: f for name, f in given.items() if f is not None},
         )
+        check_policy(call, functions)
         more = () if transform is None else (transform,)
         return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
 
@@ -182,7 +197,8 @@ class Model:
         Raises:
             ProgramError: at a call, a transformed stage returns something else than a stage does.
         """
-        own = {f.name: getattr(self.functions, f.name) for f in attrs.fields(StageFunctions) if f.name != "extras"}
+        names = {f.name for f in attrs.fields(StageFunctions)} - {"extras", "prefix_caching"}
+        own = {name: getattr(self.functions, name) for name in names}
         options: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs, "num_drafts": num_drafts}
         stage = decoder_stage(self.config, layout, **options, **own)
         for transform in self.transforms:

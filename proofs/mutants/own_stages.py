@@ -1,4 +1,4 @@
-"""Planted bugs of stages of one's own: extras and captures that reach the wrong request or token."""
+"""Planted bugs of stages of one's own: extras, captures and carried values that reach the wrong request or token."""
 
 from functools import partial
 from typing import Any
@@ -6,12 +6,14 @@ from unittest import mock
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
+from weft.carried import Carried
 from weft.outputs import PerToken
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
-from weft.stages.functions import Sown
+from weft.stages.sown import Sown
 from weft.state import State, admit, resolve
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.completion import CompletionState
@@ -61,8 +63,8 @@ _LOOKUP = scheduler._lookup_prefix
 
 
 def _finds_it_anyway(pages: Any, req: Any) -> Any:
-    """The prefix of a request whose tokens are captured is taken from the cache."""
-    plain = attrs.evolve(req.request, is_captured=False)
+    """The prefix of a request whose tokens are captured or carry something is skipped if the cache has it."""
+    plain = attrs.evolve(req.request, prefix_caching="full")
     with mock.patch.object(req, "request", plain):
         return _LOOKUP(pages, req)
 
@@ -88,6 +90,55 @@ def _only_here(self: Sown, x: Any, *args: Any) -> dict[str, PerToken]:
     return _AFTER(self, None, *args)
 
 
+def _of_the_last_draft(self: Carried, batch: ResolvedBatch, page_size: int, values: Any) -> Carried:
+    """What a request carries is that of the last token that a step read, right or wrong."""
+    found = _WRITE(self, batch, page_size, values)
+    for name, new in values.items():
+        old = found.values[name][batch.rows]
+        kept = (batch.rows >= 0).view(-1, *[1] * (old.dim() - 1))
+        found.values[name][batch.rows] = torch.where(kept, new[batch.last_index][:, None], old)
+    return found
+
+
+_WRITE, _ADMIT, _READ = Carried.write, Carried.admit, Carried.read
+
+
+def _of_the_first_token(self: Carried, batch: ResolvedBatch, page_size: int, values: Any) -> Carried:
+    """What is carried on is that of a request's first token in the step."""
+    first = batch.query_start_loc[:-1].to(torch.int64).clamp(max=len(batch.input_ids) - 1)
+    return _WRITE(self, batch, page_size, {name: batch.per_token(new[first]) for name, new in values.items()})
+
+
+def _with_padding(self: Carried, batch: ResolvedBatch, page_size: int, values: Any) -> Carried:
+    """Padding, too, writes a row: that of the defaults."""
+    found = _WRITE(self, batch, page_size, values)
+    for name, new in values.items():
+        found.values[name][-1] = new[-1]
+    return found
+
+
+def _of_the_first_page(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -> None:
+    """A request that starts after found pages has the snapshot of any page."""
+    _ADMIT(self, rows, positions, [0 if page >= 0 else -1 for page in last_pages])
+
+
+def _not_started(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -> None:
+    """A request goes on from what the last one in its row left."""
+    before = {name: own.clone() for name, own in self.values.items()}
+    _ADMIT(self, rows, positions, last_pages)
+    for row, page in zip(rows.tolist(), last_pages, strict=True):
+        for name, own in before.items():
+            self.values[name][row] = own[row] if page < 0 else self.values[name][row]
+
+
+def _of_the_neighbour(self: Carried, rows: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    return {name: own.roll(1, 0) for name, own in _READ(self, rows, positions).items()}
+
+
+def _carried(name: str, method: str, bug: Any) -> Mutant:
+    return Mutant(name, _OWN, partial(mock.patch.object, Carried, method, bug))
+
+
 _OWN, _DECODER = find("L21"), "weft.stages.decoder"
 
 OWN_STAGES = (
@@ -104,4 +155,10 @@ OWN_STAGES = (
     ),
     Mutant("captures are of the token before", _OWN, partial(mock.patch.object, Sown, "after", _of_the_token_before)),
     Mutant("captures of earlier stages are lost", _OWN, partial(mock.patch.object, Sown, "after", _only_here)),
+    _carried("a wrong draft is carried on", "write", _of_the_last_draft),
+    _carried("the first token of a step is carried on", "write", _of_the_first_token),
+    _carried("padding writes what is carried", "write", _with_padding),
+    _carried("a snapshot is of another page", "admit", _of_the_first_page),
+    _carried("what is carried stays in the row of its request", "admit", _not_started),
+    _carried("what is carried is the neighbour's", "read", _of_the_neighbour),
 )

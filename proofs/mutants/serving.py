@@ -26,8 +26,8 @@ from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.prompts import PromptContent, RequestExtras
 from weft.transforms.engine.requests import HostState, Request, RequestState, end, preempt, salt
 from weft.transforms.engine.scheduler import observe
-from weft.transforms.engine.setup import Weights
 from weft.transforms.engine.step import Work, batch_positions
+from weft.transforms.engine.weights import Weights
 
 _SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
 _STEP, _INPUTS = "weft.transforms.engine.step", "weft.transforms.engine.inputs"

@@ -22,9 +22,10 @@ from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Strea
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.setup import Params, assert_same_engines, engine_ladder, make_executor, make_weights
+from weft.transforms.engine.setup import assert_same_engines, engine_ladder, make_executor
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.step import Work
+from weft.transforms.engine.weights import Params, make_weights
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local

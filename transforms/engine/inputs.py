@@ -124,8 +124,8 @@ class RequestBuilder:
                 content = read_content(prompt)
         with blamed(call, "extras={name: a dense tensor that can be read on the host}"):
             own = check_extras(call, self.model.functions.extras, extras)
-        captured = bool(self.model.functions.captures)
-        first = Request(name, ids, most, params, priority, slot, content, mask is not None, own, captured)
+        captured, policy = bool(self.model.functions.captures), self.model.functions.policy
+        first = Request(name, ids, most, params, priority, slot, content, mask is not None, own, captured, policy)
         seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)
         samplings = ((f"{name}[{index}]", attrs.evolve(params, seed=seed)) for index, seed in seeds)
         return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)]

@@ -129,7 +129,7 @@ class Speculation:
         if self.config is None:
             return
         vocab, place = model.config.vocab_size, (model.device, 1)
-        extras = self.model.functions.extras.keys() if isinstance(self.model, Model) else ()
+        own = self.model.functions if isinstance(self.model, Model) else OWN
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
                 lambda own: own == vocab,
@@ -138,6 +138,10 @@ class Speculation:
             "the draft model's extras": (
                 lambda own: set(own) <= model.functions.extras.keys(),
                 "a draft model whose extras the model has too: the requests' values are the model's",
+            ),
+            "the draft model's carries": (
+                lambda own: not own,
+                "a draft model whose functions carry nothing: it reads drafts that may be wrong",
             ),
             "the draft model": (
                 lambda own: not first or (isinstance(own, Model) and (own.device, own.layout.num_stages) == place),
@@ -149,7 +153,8 @@ class Speculation:
             rules,
             {
                 "the draft model's vocab_size": self.config.vocab_size,
-                "the draft model's extras": extras,
+                "the draft model's extras": own.extras.keys(),
+                "the draft model's carries": own.carries.keys(),
                 "the draft model": self.model,
             },
         )
@@ -251,6 +256,8 @@ class EngineLimits:
         here = [every[rank] for rank in transport.ranks(num_stages)]
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
         page = _page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
+        if model.functions.policy == "snapshot":
+            page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
         fitting = _fitting_pages(model.device, page, most, lambda: _reserved_bytes(executor and executor(small)))
         return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 

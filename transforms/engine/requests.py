@@ -42,7 +42,8 @@ class Request:
         given: the prompt's embeddings and positions; None: the prompt is token ids alone.
         is_masked: whether its next token depends on a mask of all earlier ones, so that the host must have read them.
         extras: the inputs of its own that the model's stages read; None: the model's defaults.
-        is_captured: whether the stages capture something of each of its tokens, so that all of them are computed.
+        is_captured: whether the stages capture something of each of its tokens.
+        prefix_caching: what is done with its leading tokens that the prefix cache has (`StageFunctions.policy`).
     """
 
     id: str
@@ -55,6 +56,7 @@ class Request:
     is_masked: bool = False
     extras: RequestExtras | None = attrs.field(default=None, repr=False)
     is_captured: bool = attrs.field(default=False, repr=False)
+    prefix_caching: str = attrs.field(default="full", repr=False)
 
     def __attrs_post_init__(self) -> None:
         sizes = {"tokens of the prompt": len(self.prompt), "max_tokens": self.max_tokens}
@@ -91,6 +93,7 @@ class RequestState:
         num_published: its leading pages that are published in the prefix cache.
         num_prefilled: its leading tokens that are in the cache once the launched chunks are done, those that were found
             in the prefix cache included.
+        num_found: its leading tokens that were found in the prefix cache, and that it computes again.
         num_unread: launched steps that sample for it and that the host has not read.
         max_unread: the most tokens that those steps sample.
         on_device: whether the device state holds the token that it continues from.
@@ -112,6 +115,7 @@ class RequestState:
     page_hashes: list[bytes] = attrs.field(factory=list)
     num_published: int = 0
     num_prefilled: int = 0
+    num_found: int = 0
     num_unread: int = 0
     max_unread: int = 0
     on_device: bool = False
@@ -369,4 +373,4 @@ def free(host: HostState, req: RequestState) -> None:
     host.pages.release(req.pages)
     host.free_rows.append(req.row)
     req.row = req.cohort = -1
-    req.pages, req.num_prefilled, req.num_published, req.on_device = [], 0, 0, False
+    req.pages, req.num_prefilled, req.num_found, req.num_published, req.on_device = [], 0, 0, 0, False

@@ -262,10 +262,7 @@ def _schedule_chunk(req: RequestState, room: int, chunks: list[tuple[RequestStat
 
 
 def _allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, int]]) -> bool:
-    """Give a request the pages of its tokens, cached ones first; False if too few are free.
-
-    At least its last token is computed: if all of its pages are cached, the last one is copied, to be written on.
-    """
+    """Give a request the pages of its tokens, cached ones first; False if too few are free."""
     pages, length = host.pages, req.length
     shared, source = _lookup_prefix(pages, req)
     held = [*shared, *([] if source is None else [source])]
@@ -274,22 +271,35 @@ def _allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, 
         return False
     pages.acquire(held)
     req.pages = [*shared, *pages.allocate(need)]
-    req.num_prefilled = len(shared) * pages.page_size
+    num_found = len(shared) * pages.page_size
+    if req.request.prefix_caching == "recompute":
+        req.num_found = num_found
+    else:
+        req.num_prefilled = num_found
     if source is not None:
         copies.append((source, req.pages[len(shared)]))
         req.num_prefilled = length - 1
-    host.num_found += req.num_prefilled
+    host.num_found += max(num_found, req.num_prefilled)
     return True
 
 
 def _lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | None]:
-    """The cached pages of a request's tokens to share, and the one after them to copy."""
+    """The cached pages of a request's tokens to share, and the one after them to copy.
+
+    At least its last token is computed: if all of its pages are cached, the last one is copied, to be written on.
+    Snapshots are of whole pages, so that this page is computed instead. Tokens that are computed again are not written.
+    """
+    policy, has_logprobs = req.request.prefix_caching, req.request.sampling.prompt_logprobs is not None
     req.hash_pages(pages.page_size)
-    if req.request.sampling.prompt_logprobs is not None or req.request.is_captured:  # of every token of the prompt
+    if policy == "none" or (has_logprobs and policy != "recompute"):  # of every token of the prompt
         return [], None
     shared = pages.lookup(req.page_hashes)
+    if policy == "recompute":
+        return shared, None
     if len(shared) * pages.page_size == req.length:
-        return shared[:-1], shared[-1]
+        return shared[:-1], shared[-1] if policy == "full" else None
+    if policy == "snapshot":
+        return shared, None
     content_hash = req.hash_partial_page(pages.page_size) if len(shared) == len(req.page_hashes) else None
     return shared, None if content_hash is None else pages.lookup_partial(content_hash)
 
@@ -314,6 +324,7 @@ def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Adm
             req.max_len,
             0 if request.given is None else request.given.delta,
             request.extras,
+            req.num_found,
         )
     )
 

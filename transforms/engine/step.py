@@ -37,6 +37,7 @@ class Admission:
         limit: the most tokens that it can have, its prompt included.
         mrope_position_delta: position minus index, for each token after the prompt.
         extras: its own, by name; those that are not here are the model's defaults.
+        found: tokens in its pages that are computed again, and not written.
     """
 
     row: int
@@ -49,6 +50,7 @@ class Admission:
     limit: int = 0
     mrope_position_delta: int = 0
     extras: RequestExtras | None = None
+    found: int = 0
 
 
 @attrs.frozen
@@ -295,6 +297,7 @@ def apply_edits(state: State, edits: Edits) -> State:
             limits=[a.limit for a in admissions],
             mrope_position_deltas=[a.mrope_position_delta for a in admissions],
             extras=[{} if a.extras is None else a.extras.values for a in admissions],
+            found=[a.found for a in admissions],
         )
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])

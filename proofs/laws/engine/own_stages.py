@@ -26,7 +26,8 @@ def own_stages_serve_as_alone(
 ) -> None:
     """L21: with functions of one's own in its stages, in any batch, split and mode, an engine gives each completion the
     tokens, and captures of each of its tokens the values, of an eager run by itself whose functions have the request's
-    extras as constants. An aborted one has the first of them.
+    extras as constants, and compute what it carries from all of its tokens at each step. An aborted one has the first
+    of them.
 
     Args:
         extras: one entry for each call.

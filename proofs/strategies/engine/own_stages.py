@@ -1,4 +1,4 @@
-"""Functions of one's own in a decoder's stages, random ones, with their extras and what they capture."""
+"""Functions of one's own in a decoder's stages, random ones, with their extras and what they capture and carry."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.stages.decoder import attention, feed_forward
-from weft.stages.functions import sow
 from weft.stages.model import Model
+from weft.stages.sown import carry, sow
 
 Extras = Mapping[str, Tensor]
 _LAYERS = ("vector", "strength")
@@ -27,17 +27,22 @@ class OwnStages:
         parts: the functions that are replaced: `feed_forward` and `attention` are multiplied by 1 + `strength`, and
             `bias` is added to the `logits`.
         captured: the indices of the layers whose result is captured.
+        carried: the indices of the layers that carry a sum over the request's tokens, which is added to their result.
+        prefix_caching: of `model.with_stages`.
     """
 
     layers: tuple[tuple[int, str], ...]
     parts: tuple[str, ...]
     captured: tuple[int, ...]
+    carried: tuple[int, ...] = ()
+    prefix_caching: str | None = None
 
     def apply(self, model: Model, given: Extras | None = None) -> Model:
         """The changed model.
 
         Args:
-            given: the values of the extras, as constants of the functions; None: those of each request.
+            given: the values of the extras, as constants of the functions, which see one request alone, and compute
+                what it carries anew from all of its tokens at each step; None: those of each request.
         """
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
         defaults = {"vector": torch.zeros(hidden), "strength": torch.zeros(()), "bias": torch.zeros(vocab)}
@@ -59,17 +64,26 @@ class OwnStages:
 
         own: dict[str, Any] = {"feed_forward": stronger, "attention": attentive, "logits": biased}
         changes = dict(self.layers)
-        layers = {index: _change(changes.get(index), index in self.captured, index, read) for index in self._indices}
+        start = torch.linspace(-1, 1, hidden)
+        layers: dict[int, Any] = {}
+        for index in self._indices:
+            add = None
+            if index in self.carried:
+                add = _adding(index) if given is None else _adding_anew(start.to(model.device))
+            layers[index] = _change(changes.get(index), index in self.captured, index, read, add)
+        carries = {f"sum {index}": start for index in self.carried}
         return model.with_stages(
             **{name: own[name] for name in self.parts},
             layers=layers,
             extras=defaults if given is None else {},
             captures={f"layer {index}": defaults["vector"] for index in self.captured},
+            carries=carries if given is None else {},
+            prefix_caching=self.prefix_caching if given is None else None,
         )
 
     @property
     def _indices(self) -> list[int]:
-        return sorted({index for index, _ in self.layers} | {*self.captured})
+        return sorted({index for index, _ in self.layers} | {*self.captured, *self.carried})
 
 
 def _times(added: Tensor, strength: Tensor) -> Tensor:
@@ -77,7 +91,43 @@ def _times(added: Tensor, strength: Tensor) -> Tensor:
     return added * (1 + strength)
 
 
-def _change(kind: str | None, captured: bool, index: int, read: Callable[[str, Any], Tensor]) -> Any:
+def _next(value: Tensor, hidden: Tensor) -> Tensor:
+    """The sum after a token: another one for each order of tokens, and each number of them."""
+    return 0.9 * value.roll(1, -1) + hidden
+
+
+Add = Callable[[Any, Tensor], Tensor]
+"""`(batch, hidden) -> hidden`: add a bounded function of the sum over a request's tokens so far."""
+
+
+def _adding(index: int) -> Add:
+    def add(batch: Any, hidden: Tensor) -> Tensor:
+        sums = batch.scan_tokens(_next, batch.carried[f"sum {index}"], hidden)
+        carry(f"sum {index}", sums)
+        added: Tensor = hidden + sums.tanh()
+        return added
+
+    return add
+
+
+def _adding_anew(start: Tensor) -> Add:
+    """The same for one request alone, whose tokens are kept here."""
+    seen: dict[int, Tensor] = {}
+
+    def add(batch: Any, hidden: Tensor) -> Tensor:
+        seen.update(zip(batch.positions.tolist(), hidden.clone(), strict=True))
+        sums, value = list[Tensor](), start
+        for place in range(int(batch.positions[-1]) + 1):
+            value = _next(value, seen[place])
+            sums.append(value)
+        return hidden + torch.stack(sums)[batch.positions].tanh()
+
+    return add
+
+
+def _change(
+    kind: str | None, captured: bool, index: int, read: Callable[[str, Any], Tensor], add: Add | None = None
+) -> Any:
     def change(layer: Any) -> Any:
         def run(params: Any, kv_pages: Tensor, batch: Any, tables: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
@@ -85,6 +135,7 @@ def _change(kind: str | None, captured: bool, index: int, read: Callable[[str, A
                 hidden = hidden + read("vector", batch)
             elif kind == "strength":
                 hidden = _times(hidden, read("strength", batch))
+            hidden = hidden if add is None else add(batch, hidden)
             if captured:
                 sow(f"layer {index}", hidden)
             return hidden, kv_pages
@@ -97,11 +148,15 @@ def _change(kind: str | None, captured: bool, index: int, read: Callable[[str, A
 def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
     """Changes of a model with so many layers: of some layers, and of some of a stage's functions."""
     index = st.integers(0, num_layers - 1)
-    return st.builds(
-        OwnStages,
-        st.dictionaries(index, st.sampled_from(_LAYERS), min_size=1).map(lambda own: tuple(sorted(own.items()))),
-        st.lists(st.sampled_from(_PARTS), unique=True).map(tuple),
-        st.lists(index, unique=True).map(tuple),
+    parts = {
+        "layers": st.dictionaries(index, st.sampled_from(_LAYERS)).map(lambda own: tuple(sorted(own.items()))),
+        "parts": st.lists(st.sampled_from(_PARTS), unique=True).map(tuple),
+    }
+    some, policies = st.lists(index, unique=True).map(tuple), st.sampled_from((None, "none", "recompute"))
+    carried = st.lists(index, unique=True, min_size=1).map(tuple)
+    return st.one_of(
+        st.builds(OwnStages, **parts, captured=some, carried=some, prefix_caching=policies),
+        st.builds(OwnStages, **parts, captured=st.just(()), carried=carried, prefix_caching=st.just("snapshot")),
     )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.sampling import SamplingParams
-from weft.stages.functions import sow
 from weft.stages.model import DEMO, Model, load
+from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import Completion, generate
 from weft.transforms.engine.options import EngineLimits, Speculation

@@ -1,0 +1,200 @@
+"""`sow` and `carry`: what functions of one's own, in a stage, capture of each token, and carry to the next one."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import kind_of
+from weft.batch import ResolvedBatch
+from weft.errors import ProgramError
+from weft.outputs import IntermediateTensors, PerToken
+
+
+@attrs.define
+class Sown:
+    """The values that functions of one's own capture and carry while a stage runs.
+
+    Args:
+        captures: an example of each value that may be captured, by name.
+        num_tokens: of the batch, padding included.
+        carries: the same of those that may be carried.
+        values: what was captured, [num_tokens, ...] by name.
+        carried: what was carried, [num_tokens, ...] by name.
+        refused: why nothing can be captured or carried here; empty: it can.
+        layer: the index of the layer that runs.
+        reads: the names of carried values that were read, each with the layer that read it.
+        carried_in: the layer that carried each value.
+    """
+
+    captures: Mapping[str, Tensor]
+    num_tokens: int
+    carries: Mapping[str, Tensor] = attrs.field(factory=dict)
+    values: dict[str, Tensor] = attrs.field(factory=dict)
+    carried: dict[str, Tensor] = attrs.field(factory=dict)
+    refused: str = ""
+    layer: int = 0
+    reads: set[tuple[str, int]] = attrs.field(factory=set)
+    carried_in: dict[str, int] = attrs.field(factory=dict)
+
+    def add(self, name: str, value: Any) -> None:
+        """Capture a value; one of the same name replaces it."""
+        self.values[name] = self._checked("sow", "captures", self.captures, name, value)
+
+    def carry(self, name: str, value: Any) -> None:
+        """Carry a value."""
+        checked = self._checked("carry", "carries", self.carries, name, value)
+        if name in self.carried:
+            seen = f"the second call in a step: layer {self.carried_in[name]} carries it"
+            instead = "a name for each layer, in layers={index: change}"
+            raise ProgramError(f"weft.stages.carry({name!r}, value) in layer {self.layer}", seen, instead)
+        self.carried[name], self.carried_in[name] = checked, self.layer
+
+    def _checked(self, verb: str, option: str, declared: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
+        call, example = f"weft.stages.{verb}({name!r}, value)", declared.get(name)
+        if self.refused:
+            raise ProgramError(call, self.refused, f"{verb} in a layer, or in an attention, feed_forward or norm")
+        if example is None:
+            known = ", ".join(map(repr, declared)) or "none"
+            instead = f"model.with_stages(..., {option}={{{name!r}: torch.zeros(...)}}), as of one token"
+            raise ProgramError(call, f"a name that the stages do not declare; they declare {known}", instead)
+        shape = (self.num_tokens, *example.shape)
+        if not isinstance(value, Tensor) or value.shape != shape:
+            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+            raise ProgramError(call, seen, f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch")
+        return value.to(example.dtype, copy=True)  # it may be written to later
+
+    def check_carried(self, alone: bool) -> None:
+        """Check what was carried once the layers have run.
+
+        Args:
+            alone: whether there are no other stages.
+
+        Raises:
+            ProgramError: a value was read in another layer than the one that carries it; or the only stage has not
+                carried all that it declares.
+        """
+        for name, layer in sorted(self.reads):
+            if self.carried_in.get(name) != layer:
+                seen = "which this layer does not carry"
+                if name in self.carried_in:
+                    seen = f"which layer {self.carried_in[name]} carries"
+                instead = f"carry({name!r}, value) in the same layer: others compute the step's tokens at other times"
+                raise ProgramError(f"batch.carried[{name!r}] in layer {layer}", seen, instead)
+        if alone and (missing := [name for name in self.carries if name not in self.carried]):
+            seen = f"no function that calls weft.stages.carry({missing[0]!r}, value)"
+            raise ProgramError(f"with_stages(carries={{{missing[0]!r}: ...}})", seen, "leave it out, or carry it")
+
+    def after(self, x: IntermediateTensors | None, device: torch.device, alone: bool) -> dict[str, PerToken]:
+        """The captures of this stage and of those before it.
+
+        Args:
+            alone: whether there are no other stages.
+
+        Raises:
+            ProgramError: the only stage has not captured all that it declares.
+        """
+        found = {} if x is None else x.captured
+        for name, example in self.captures.items():
+            if name in self.values:
+                found = {**found, name: PerToken(self.values[name])}
+            elif alone:
+                seen = f"no function that calls weft.stages.sow({name!r}, value)"
+                raise ProgramError(f"with_stages(captures={{{name!r}: ...}})", seen, "leave it out, or sow it")
+            elif name not in found:
+                shape = self.num_tokens, *example.shape
+                found = {**found, name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device))}
+        return found
+
+
+_SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)
+
+
+def sow(name: str, value: Tensor) -> None:
+    """Capture a value of each token, from within a function of one's own in a stage: it comes back, per token, as
+    `captured[name]` of the stage's output, of `RequestOutput` and of `Completion`.
+
+    As `sow` of Flax does, it leaves the function's signature as it is, and does nothing where nobody collects.
+
+    Args:
+        name: one that `model.with_stages(..., captures={name: example})` declares.
+        value: [num_tokens, ...], of the example's shape for each token; cast to its dtype. If a name is sown twice in a
+            step, the last value counts. It is copied, so that you may write to yours later.
+
+    Raises:
+        ProgramError: a name that is not declared, a value of another shape, or a call from `logits` or from a transform
+            of a whole stage, where values are not of tokens.
+    """
+    if (own := _SOWN.get()) is not None:
+        own.add(name, value)
+
+
+def carry(name: str, value: Tensor) -> None:
+    """Carry a value from each token to the next of its request, from within a layer of one's own: the state of a
+    recurrence. `batch.carried[name]` [num_reqs, ...] is what came from the token before the batch's first one.
+
+    It is exact however a request is served: in chunks, after wrong drafts, preempted, and under a prefix hit, as
+    `model.with_stages(..., prefix_caching=...)` says. A request that starts again begins with the default.
+
+    Args:
+        name: one that `model.with_stages(..., carries={name: default})` declares; each layer has names of its own.
+        value: [num_tokens, ...], the value after each token of the batch, of the default's shape for each; cast to its
+            dtype. `batch.scan_tokens` computes such values one after the other. It is copied, so that you may write to
+            yours later.
+
+    Raises:
+        ProgramError: a name that is not declared, or is carried twice in a step; a value of another shape; or a call
+            from `logits` or from a transform of a whole stage, where values are not of tokens.
+    """
+    if (own := _SOWN.get()) is not None:
+        own.carry(name, value)
+
+
+class _Read(Mapping[str, Tensor]):
+    """Carried values that note the layer in which each is read."""
+
+    def __init__(self, sown: Sown, values: Mapping[str, Tensor]) -> None:
+        self._sown, self._values = sown, values
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._values[name]
+        self._sown.reads.add((name, self._sown.layer))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@contextmanager
+def sowing(
+    captures: Mapping[str, Tensor], carries: Mapping[str, Tensor], batch: ResolvedBatch
+) -> Iterator[tuple[Sown, ResolvedBatch]]:
+    """A context that collects what is sown and carried in it, with the batch for the layers."""
+    token = _SOWN.set(own := Sown(captures, len(batch.input_ids), carries))
+    try:
+        yield own, attrs.evolve(batch, carried=_Read(own, batch.carried)) if carries else batch
+    finally:
+        _SOWN.reset(token)
+
+
+def at_layer(index: int) -> None:
+    """Note the layer that runs, for what it sows."""
+    if (own := _SOWN.get()) is not None:
+        own.layer = index
+
+
+@contextmanager
+def sowing_nothing(where: str) -> Iterator[None]:
+    """A context in which `sow` raises."""
+    token = _SOWN.set(Sown({}, 0, refused=f"a call from {where}, whose values are not of tokens"))
+    try:
+        yield
+    finally:
+        _SOWN.reset(token)

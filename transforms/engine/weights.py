@@ -1,0 +1,151 @@
+"""`Weights`: the parameters of an engine's stages: which they are, and how they are changed under way."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import Rule, check_values
+from weft.errors import RequestError
+from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
+from weft.stages.checkpoint import digest_params, list_some, places, tensor_shapes
+from weft.stages.layout import StageLayout, split_layers, split_model
+from weft.stages.model import Model
+from weft.stages.params import DecoderParams
+from weft.torchapi.private import changes_of
+from weft.transforms.engine.options import RULES, Speculation
+from weft.transforms.pipelines.transports import Transport
+from weft.trees import leaves_with_names, tree_leaves
+
+_PARAMS: Rule = (
+    lambda given: (
+        isinstance(given, DecoderParams)
+        or (isinstance(given, Mapping) and all(isinstance(x, Tensor) for x in given.values()))
+    ),
+    "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place",
+)
+Params = DecoderParams | Mapping[str, Tensor]
+"""Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a `state_dict()`."""
+
+
+@attrs.define(eq=False)
+class Weights:
+    """The parameters of an engine, which its steps read and never change.
+
+    Args:
+        model: the model, whose tensors the stages share.
+        stages: the layers and the parameters, with slots for adapters, of each stage that runs here.
+        drafts: the parameters of a draft model, or None.
+        slots: the adapters' slots, by name.
+    """
+
+    model: Model
+    stages: Sequence[tuple[StageLayout, DecoderParams]]
+    drafts: Any
+    slots: Mapping[str, int]
+    _tracked: tuple[Tensor, ...] = attrs.field(init=False, repr=False)
+    _seen: int = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        leaves = tree_leaves(([params for _, params in self.stages], self.drafts))
+        self._tracked = tuple(x for x in leaves if isinstance(x, Tensor) and not x.is_inference())
+        self.mark_seen()
+
+    def mark_seen(self) -> None:
+        """Take the tensors' present values as known."""
+        self._seen = changes_of(self._tracked)
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether a tensor was changed in place since `mark_seen`, as far as torch counts it (`changes_of`)."""
+        return changes_of(self._tracked) != self._seen
+
+    def pairs(self, call: str, given: Any) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of one of the engine's tensors and the given tensor that replaces it.
+
+        Raises:
+            RequestError: not parameters, or those of another model.
+        """
+        check_values(call, {"params": _PARAMS}, {"params": given})
+        if isinstance(given, DecoderParams):
+            here, given = _tensors(self.model.params), _tensors(given)
+            wrong, instead = here.keys() ^ given.keys(), f"parameters of the structure of {self.model!r}"
+            where = "which either the model or the given parameters lack"
+        else:
+            here = places(self.model.params, self.model.config, self.model.layout)
+            (whole,) = split_layers(self.model.config.num_layers, 1)
+            wrong = given.keys() - here.keys() - tensor_shapes(self.model.config, whole).keys()
+            instead = f"names as {next(iter(here))!r}, of the model's own architecture"
+            where = "which the model does not have"
+        if wrong:
+            raise RequestError(call, f"{list_some(sorted(map(str, wrong)))}, {where}", instead)
+        new = {name: x for name, x in given.items() if name in here}
+        check_values(call, {name: _like(here[name]) for name in new}, new)
+        return [(here[name], x.detach()) for name, x in new.items()]
+
+    def digest(self, given: Any) -> str:
+        """One line about given parameters, to be equal on all ranks: a digest, if they are the whole model's."""
+        if given is None:
+            return "what was changed in place"
+        (whole,) = split_layers(self.model.config.num_layers, 1)
+        if not isinstance(given, Mapping) or not given.keys() >= tensor_shapes(self.model.config, whole).keys():
+            return "a part of the model"
+        return digest_params([given[name] for name in sorted(given)])
+
+    def check_adapters(self, call: str, adapters: Any) -> None:
+        """Check new adapters against the engine's slots.
+
+        Raises:
+            RequestError: an adapter that the engine does not have, or that does not fit its slots.
+        """
+        check_values(call, RULES, {"adapters": adapters})
+        adapters = adapters or {}
+        known = f"names that the engine was made with: {', '.join(map(repr, self.slots)) or 'none'}"
+        rules: dict[str, Rule] = {"adapters": (lambda given: given.keys() <= self.slots.keys(), known)}
+        check_values(call, rules, {"adapters": adapters})
+        for layout, params in self.stages:
+            for name, adapter in adapters.items():
+                check_slot(params, self.model.config, layout, self.slots[name], adapter)
+
+    def write(self, pairs: Iterable[tuple[Tensor, Tensor]], adapters: Mapping[str, Adapter]) -> None:
+        """Write each second tensor of checked pairs over the first, and checked adapters into their slots."""
+        with torch.inference_mode():  # elsewhere, tensors that were made in it cannot be written
+            for own, new in pairs:
+                own.copy_(new)
+            for layout, params in self.stages:
+                for name, adapter in adapters.items():
+                    write_slot(params, self.model.config, layout, self.slots[name], adapter)
+        self.mark_seen()
+
+
+def _tensors(params: DecoderParams) -> dict[str, Tensor]:
+    return {name: leaf for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
+
+
+def _like(own: Tensor) -> Rule:
+    """The rule of a tensor that replaces `own`: its shape, and, if one of them is in FP8, whose scales are other
+    tensors, its dtype."""
+
+    def fits(given: Tensor) -> bool:
+        scaled = torch.float8_e4m3fn in (own.dtype, given.dtype) or not given.is_floating_point()
+        return own.shape == given.shape and (not scaled or own.dtype == given.dtype)
+
+    return fits, f"{list(own.shape)}, {own.dtype}"
+
+
+def make_weights(
+    model: Model,
+    num_stages: int,
+    transport: Transport,
+    adapters: Mapping[str, Adapter],
+    speculation: Speculation | None,
+) -> Weights:
+    """The parameters of the stages that run here, with the adapters in slots, in their order."""
+    every = split_model(model.config, num_stages)
+    layouts = [every[rank] for rank in transport.ranks(num_stages)]
+    params = stage_params(model, layouts, [*adapters.values()])
+    drafts = None if speculation is None or not layouts[0].first else speculation.params
+    stages = tuple(zip(layouts, params, strict=True))
+    return Weights(model, stages, drafts, {name: slot for slot, name in enumerate(adapters)})
