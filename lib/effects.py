@@ -39,7 +39,9 @@ __all__ = [
 _DTYPES: dict[str, torch.dtype] = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 _DIM = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
 _TENSOR = rf"(.*)\[((?:{_DIM}(?:, *{_DIM})*)?)\] ({'|'.join(_DTYPES)})", "name[num_tokens, 64] float32"
-_SENT = r"send to (?P<to>\d+)|recv from (?P<source>\d+)|broadcast from (?P<root>\d+)"
+_OF = r"(?: stage (?P<{}>\d+))?"
+_SENT = rf"send{_OF.format('made')} to (?P<to>\d+)|recv{_OF.format('got')} from (?P<source>\d+)"
+_SENT += r"|broadcast from (?P<root>\d+)"
 _EFFECT = (
     rf"(?:run (?P<what>.+)|(?P<fence>fence)|(?P<sent>{_SENT})) \[mb (?P<mb>\d+)\](?(sent)(?:: (?P<schema>.+))?)",
     "run|send to|recv from|broadcast from|fence ... [mb N], and a schema only where something is sent",
@@ -117,34 +119,52 @@ class Run:
     what: str
     microbatch: int
 
+    @property
+    def stage(self) -> int | None:
+        """The number of the stage; None where something else runs."""
+        match = re.fullmatch(r"stage (\d+)", self.what)
+        return None if match is None else int(match[1])
+
     def __str__(self) -> str:
         return f"run {self.what} [mb {self.microbatch}]"
 
 
 @attrs.frozen
 class Send:
-    """Start to send the stage's result for `microbatch` to rank `to`. Its buffer is in use until a fence. `schema` is
-    that of the result, if it was declared."""
+    """Start to send a stage's result for `microbatch` to rank `to`. Its buffer is in use until a fence.
+
+    Args:
+        to, microbatch: the receiver, and the micro-batch.
+        schema: of the result, if it was declared.
+        stage: whose result it is, on a rank that runs several stages; None: the stage that has the sender's number.
+    """
 
     to: int
     microbatch: int
     schema: Schema | None = None
+    stage: int | None = None
 
     def __str__(self) -> str:
-        return f"send to {self.to} [mb {self.microbatch}]{_suffix(self.schema)}"
+        return f"send{_of_stage(self.stage)} to {self.to} [mb {self.microbatch}]{_suffix(self.schema)}"
 
 
 @attrs.frozen
 class Recv:
-    """Wait for the stage's input for `microbatch` from rank `source`. `schema` is that of the input, if it was
-    declared."""
+    """Wait for a stage's result for `microbatch` from rank `source`; it is the next stage's input.
+
+    Args:
+        source, microbatch: the sender, and the micro-batch.
+        schema: of the result, if it was declared.
+        stage: whose result it is, as the `Send` says; None: the stage that has the sender's number.
+    """
 
     source: int
     microbatch: int
     schema: Schema | None = None
+    stage: int | None = None
 
     def __str__(self) -> str:
-        return f"recv from {self.source} [mb {self.microbatch}]{_suffix(self.schema)}"
+        return f"recv{_of_stage(self.stage)} from {self.source} [mb {self.microbatch}]{_suffix(self.schema)}"
 
 
 @attrs.frozen
@@ -173,6 +193,10 @@ class Fence:
 Effect = Run | Send | Recv | Broadcast | Fence
 
 
+def _of_stage(stage: int | None) -> str:
+    return "" if stage is None else f" stage {stage}"
+
+
 def _suffix(schema: Schema | None) -> str:
     return "" if schema is None else f": {schema}"
 
@@ -190,10 +214,11 @@ def parse_effect(line: str) -> Effect:
         return Run(match["what"], microbatch)
     if match["fence"]:
         return Fence(microbatch)
+    stage = next((int(text) for text in (match["made"], match["got"]) if text), None)
     if match["to"]:
-        return Send(int(match["to"]), microbatch, schema)
+        return Send(int(match["to"]), microbatch, schema, stage)
     if match["source"]:
-        return Recv(int(match["source"]), microbatch, schema)
+        return Recv(int(match["source"]), microbatch, schema, stage)
     return Broadcast(int(match["root"]), microbatch, schema)
 
 

@@ -268,6 +268,11 @@ LAWS = (
         "broken programs are refused",
         _on_programs(laws.broken_programs_are_refused, strategies.broken_programs()),
     ),
+    Law(
+        "L10",
+        "own schedules are compositions",
+        _on_programs(laws.own_schedules_are_compositions, strategies.woven_programs()),
+    ),
     Law("L11", "stages agree, and requests are served as if alone", _served(), weight=0.5),
     Law("L11", "requests with adapters are served as if alone", _served(adapters=True), weight=0.5),
     Law(

@@ -52,4 +52,5 @@ from .pipelines.transports.distributed import Distributed as Distributed
 from .pipelines.transports.launch import launch as launch
 from .pipelines.transports.local import Local as Local
 from .pipelines.transports.threads import Threads as Threads
+from .pipelines.weaving import interleaved as interleaved, weave as weave
 from .transform import Carried as Carried, Transform as Transform, lift as lift

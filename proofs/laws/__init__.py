@@ -47,7 +47,12 @@ from weft.proofs.laws.pipeline import (
     transforms_commute,
     transforms_commute_on_functions,
 )
-from weft.proofs.laws.schedule import broken_programs_are_refused, checker_is_right, schedules_are_right
+from weft.proofs.laws.schedule import (
+    broken_programs_are_refused,
+    checker_is_right,
+    own_schedules_are_compositions,
+    schedules_are_right,
+)
 
 __all__ = [
     "TRANSFORMS",
@@ -85,6 +90,7 @@ __all__ = [
     "nothing_is_captured_after_start",
     "order_is_free",
     "own_classes_are_dispatched",
+    "own_schedules_are_compositions",
     "own_stages_serve_as_alone",
     "ownership_is_kept",
     "padding_is_inert",

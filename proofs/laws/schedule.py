@@ -6,14 +6,25 @@ if something else (a returned output, or a full edge) keeps the two apart in eve
 programs that are right and `fenced`.
 """
 
+from collections.abc import Sequence
 from math import prod
+from typing import Any
 
-from weft.effects import Broadcast, Program, Run
+import attrs
+import torch
+from torch import Tensor
+
+from weft.effects import Broadcast, Effect, Fence, Program, Run
 from weft.errors import ProgramError
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.solver.programs_exhaustive import fault, fenced
 from weft.proofs.strategies.programs import Broken, Scheduled
+from weft.proofs.strategies.schedules import Woven
 from weft.transforms.pipelines.checker import check
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.schedule import Job
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.weaving import interleaved
 
 WORLDS = 5_000
 """The most positions of ranks for which every order of a generated program is tried."""
@@ -68,3 +79,80 @@ def _waits(program: Program, mb: int, after: int) -> bool:
     before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
     needed = [e for e in program.effects if isinstance(e, Broadcast) or e == Run("advance", after)]
     return all(e in before for e in needed if e.microbatch == after)
+
+
+def own_schedules_are_compositions(case: Woven, transport: Transport | None = None) -> None:
+    """L10: programs that run stages in any order that they allow pass the checker, and a pipeline that executes them
+    returns what the stages return one after the other. Edited ones do so too, or are refused; and the checker refuses
+    what goes wrong."""
+    law = "L10 own schedules are compositions"
+    if (refused := refusal(case.scheduled)) is not None:
+        raise LawViolation(f"{law}: refused: {refused}")
+    wanted = _one_after_the_other(case)
+    if (seen := _streamed(case, case.scheduled, transport)) != wanted:
+        raise LawViolation(f"{law}: {seen} for {wanted}")
+    if prod(len(program.effects) + 1 for program in case.edited.programs) <= WORLDS:
+        checker_is_right(case.edited)
+    try:
+        seen = _streamed(case, case.edited, transport)
+    except ProgramError:
+        return
+    except Exception as error:
+        raise LawViolation(f"{law}: accepted after an edit, it raises {type(error).__name__}") from error
+    if seen != wanted:
+        raise LawViolation(f"{law}: accepted after an edit, it returns {seen} for {wanted}")
+
+
+def _stage(param: int, state: Tensor, batch: tuple[Tensor, int], x: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A stage in integers, whose result depends on the order in which it and the others saw each request."""
+    rows, number = batch
+    x = number + rows if x is None else x
+    made = (x * param + state[rows]) % 65_521
+    return state.index_copy(0, rows, state[rows] * 3 + made), made
+
+
+def _advance(state: Tensor, batch: tuple[Tensor, int], out: Tensor | None) -> Tensor:
+    rows, _ = batch
+    return state.index_copy(0, rows, (state[rows] * 5 + (7 if out is None else out)) % 65_521)
+
+
+def _batches(case: Woven) -> list[tuple[Tensor, int]]:
+    return [(torch.tensor(sorted(own)), number) for number, own in enumerate(case.rows)]
+
+
+def _listed(case: Woven, states: Sequence[Tensor], outputs: Sequence[Any]) -> list[Any]:
+    """The states, and the outputs of the jobs that feed."""
+    fed = [out.tolist() for out, job in zip(outputs, case.scheduled.jobs, strict=True) if job.feeds]
+    return [[state.tolist() for state in states], fed]
+
+
+def _one_after_the_other(case: Woven) -> list[Any]:
+    states, outputs = [torch.arange(3) + index for index in range(case.num_stages)], list[Any]()
+    for batch, job in zip(_batches(case), case.scheduled.jobs, strict=True):
+        x: Any = None
+        for index in range(case.num_stages):
+            states[index], x = _stage(index + 2, states[index], batch, x)
+        outputs.append(x)
+        if case.advances:
+            states = [_advance(state, batch, x if job.feeds else None) for state in states]
+    return _listed(case, states, outputs)
+
+
+def _without_schema(effect: Effect) -> Effect:
+    return effect if isinstance(effect, Run | Fence) else attrs.evolve(effect, schema=None)
+
+
+def _streamed(case: Woven, scheduled: Scheduled, transport: Transport | None) -> list[Any]:
+    programs = [attrs.evolve(p, effects=tuple(map(_without_schema, p.effects))) for p in scheduled.programs]
+    others = interleaved(len(programs))  # for the pipeline's own number of micro-batches
+
+    def schedule(num_stages: int, jobs: Sequence[Job], **options: Any) -> Sequence[Program]:
+        return programs if tuple(jobs) == scheduled.jobs else others(num_stages, jobs, **options)
+
+    advance = _advance if case.advances else None
+    step = pipeline([_stage] * case.num_stages, advance=advance, transport=transport, schedule=schedule)
+    params = [index + 2 for index in range(case.num_stages)]
+    states, outputs = step.stream(
+        params, [torch.arange(3) + index for index in range(case.num_stages)], _batches(case), scheduled.jobs
+    )
+    return _listed(case, states, outputs)

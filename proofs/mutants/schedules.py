@@ -12,18 +12,12 @@ from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, S
 from weft.errors import ProgramError
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
-from weft.transforms.pipelines.checker import (
-    Machine,
-    Step,
-    _check_runs,
-    check_buffers,
-    check_needs,
-    check_peers,
-    interleave,
-)
+from weft.transforms.pipelines.checker import _check_runs, check_buffers, check_needs, check_peers
+from weft.transforms.pipelines.machine import Machine, Step, interleave
 from weft.transforms.pipelines.schedule import _effects
 
 _SCHEDULE, _CHECKER = "weft.transforms.pipelines.schedule", "weft.transforms.pipelines.checker"
+_MACHINE, _PIPELINE = "weft.transforms.pipelines.machine", "weft.transforms.pipelines.pipeline"
 
 
 def _generating(change: Callable[[int, list[Effect]], None]) -> Callable[[], AbstractContextManager[Any]]:
@@ -80,24 +74,24 @@ def _wide(programs: Sequence[Program], *, capacity: int) -> Iterator[Step]:
     return interleave(programs, capacity=1000)
 
 
-def _nothing(*args: Any) -> tuple[()]:
+def _nothing(*args: Any, **options: Any) -> tuple[()]:
     """Finds no mistake."""
     return ()
 
 
-def _what_was_sent(program: Program, buffers: int) -> Iterator[ProgramError]:
+def _what_was_sent(program: Program, buffers: int, num_stages: int) -> Iterator[ProgramError]:
     """Checks the messages in flight, and not those still to be sent."""
     seen: list[Effect] = []
     for effect in program.effects:
         seen.append(effect)
         if isinstance(effect, Run) and effect.what != "advance":
-            yield from check_buffers(attrs.evolve(program, effects=tuple(seen)), buffers)
+            yield from check_buffers(attrs.evolve(program, effects=tuple(seen)), buffers, num_stages)
 
 
-def _any_root(program: Program) -> Iterator[ProgramError]:
+def _any_root(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """Checks senders and receivers, and not whose output returns."""
     known = (e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks))
-    return check_peers(attrs.evolve(program, effects=tuple(known)))
+    return check_peers(attrs.evolve(program, effects=tuple(known)), num_stages)
 
 
 def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
@@ -108,12 +102,13 @@ def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
     yield from _check_runs(programs)
 
 
-def _outputs_of_nobody(program: Program, returning: frozenset[int]) -> Iterator[ProgramError]:
-    return check_needs(program, frozenset())
+def _outputs_of_nobody(program: Program, returning: frozenset[int], num_stages: int) -> Iterator[ProgramError]:
+    return check_needs(program, frozenset(), num_stages)
 
 
 _ENDING_ANYHOW = partial(mock.patch.object, Machine, "leftover", _nothing)
-_MADE, _CHECKED, _BROKEN = find("L10", "schedules"), find("L10", "checker"), find("L10", "broken")
+_MADE, _CHECKED, _BROKEN = find("L10", "schedules are right"), find("L10", "checker"), find("L10", "broken")
+_OWN, _WORKER = find("L10", "own schedules"), "weft.transforms.pipelines.worker"
 
 SCHEDULES = (
     Mutant("a send is dropped", _MADE, _generating(_drop_a_send)),
@@ -123,7 +118,7 @@ SCHEDULES = (
     Mutant("a rank runs one job too far ahead", _MADE, replace(_SCHEDULE, "_ahead", _one_further_ahead)),
     Mutant("a job does not wait for its tokens", _MADE, replace(_SCHEDULE, "_effects", _waiting_for_none)),
     Mutant("rank 0 never advances", _MADE, _generating(_rank_0_stays_behind)),
-    Mutant("schemas are not compared", _BROKEN, replace(_CHECKER, "matches", _same_microbatch)),
+    Mutant("schemas are not compared", _BROKEN, replace(_MACHINE, "matches", _same_microbatch)),
     Mutant("an edge is taken to hold 1000 messages", _BROKEN, replace(_CHECKER, "interleave", _wide)),
     Mutant("a buffer may be used again in flight", _BROKEN, replace(_CHECKER, "check_buffers", _nothing)),
     Mutant("a result may be overwritten unsent", _BROKEN, replace(_CHECKER, "check_buffers", _what_was_sent)),
@@ -132,6 +127,8 @@ SCHEDULES = (
     Mutant("micro-batches must come in order", _CHECKED, replace(_CHECKER, "_check_runs", _in_order_of_numbers)),
     Mutant("effects need nothing", _BROKEN, replace(_CHECKER, "check_needs", _nothing)),
     Mutant("ranks may differ in what they run", _BROKEN, replace(_CHECKER, "_check_runs", _nothing)),
+    Mutant("own schedules may leave work undone", _OWN, replace(_PIPELINE, "refuse_other_work", _nothing)),
+    Mutant("states come back by rank", _OWN, replace(_WORKER, "_index", lambda own: 0)),
     Mutant("any rank's result may return", _BROKEN, replace(_CHECKER, "check_peers", _any_root)),
 )
 """The bugs of `make_programs`, of its window, and of each part of `check`."""

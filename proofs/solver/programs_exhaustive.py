@@ -5,6 +5,7 @@ position of each rank, what it holds, and what is in flight; each step that some
 Programs are right if no rank goes wrong in any reachable world, and if a world without a next step has all ranks at
 their end and nothing in flight. Edges hold one, two or three messages."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -13,8 +14,8 @@ from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, S
 
 CAPACITIES = (1, 2, 3)
 
-Value = tuple[str, int]  # "input", "ran", "result", "sent" or "output", of a micro-batch
-Message = tuple[int, Schema | None]
+Value = tuple[str, int, int]  # "input", "ran", "result", "sent" or "output", of a micro-batch and a stage (or 0)
+Message = tuple[int, Schema | None, int]  # of a micro-batch, and of the stage that made it
 Wire = tuple[str, int, int]  # "stage" or "return", from, to
 Flying = tuple[tuple[Wire, tuple[Message, ...]], ...]  # in order of wires, oldest first on each; no wire is empty
 
@@ -25,11 +26,11 @@ class Wrong(Exception):
 
 @attrs.frozen
 class Rank:
-    """A rank's position in its program, what it holds, and the micro-batches that its stage ran, in order."""
+    """A rank's position in its program, what it holds, and the stages and micro-batches that it ran, in order."""
 
     at: int = 0
     holds: frozenset[Value] = frozenset()
-    ran: tuple[int, ...] = ()
+    ran: tuple[tuple[int, int], ...] = ()
 
 
 World = tuple[tuple[Rank, ...], Flying]
@@ -40,10 +41,11 @@ class Move:
     """The next effect of a rank, under way in a copy of a world."""
 
     rank: int
-    last: int
+    num_ranks: int
+    num_stages: int
     effect: Effect
     holds: set[Value]
-    ran: list[int]
+    ran: list[tuple[int, int]]
     flying: dict[Wire, tuple[Message, ...]]
 
     def done(self, capacity: int, buffers: int | None, returning: frozenset[int]) -> bool:
@@ -52,79 +54,99 @@ class Move:
         Raises:
             Wrong: the effect is a fault here.
         """
-        mb = self.effect.microbatch
+        mb, end = self.effect.microbatch, self.num_stages - 1
         match self.effect:
             case Run("advance"):
-                self.require(("ran", mb) in self.holds, "advances before its stage ran")
-                self.require(mb not in returning or ("output", mb) in self.holds, "advances without the output")
-            case Run(what):
-                self.require(what == f"stage {self.rank}", "runs another's stage")
-                self.run(buffers)
-            case Send(to, _, schema):
-                self.require(self.rank < self.last and to == self.rank + 1, "sends past its neighbour")
-                return self.launch([("stage", self.rank, to)], schema, capacity)
-            case Recv(source, _, schema):
-                self.require(self.rank > 0 and source == self.rank - 1, "receives past its neighbour")
-                return self.land(("stage", source, self.rank), schema, "input")
+                own = range(self.rank, self.num_stages, self.num_ranks)
+                self.require(all(("ran", mb, stage) in self.holds for stage in own), "advances before its stages ran")
+                self.require(mb not in returning or ("output", mb, 0) in self.holds, "advances without the output")
+            case Run():
+                stage = -1 if self.effect.stage is None else self.effect.stage
+                self.require(stage % self.num_ranks == self.rank and 0 <= stage <= end, "runs another's stage")
+                self.run(stage, buffers)
+            case Send(to, _, schema, made):
+                stage = self.rank if made is None else made
+                self.require(self.goes_on(stage) and stage % self.num_ranks == self.rank, "sends another's result")
+                self.require(to == (self.rank + 1) % self.num_ranks, "sends past its neighbour")
+                return self.launch([("stage", self.rank, to)], schema, stage, capacity)
+            case Recv(source, _, schema, made):
+                stage = source if made is None else made
+                self.require(self.goes_on(stage) and stage % self.num_ranks == source, "receives another's result")
+                self.require(source == (self.rank - 1) % self.num_ranks, "receives past its neighbour")
+                return self.land(("stage", source, self.rank), schema, stage, ("input", mb, stage + 1))
             case Broadcast(root, _, schema):
-                self.require(root == self.last, "returns what is not the last stage's")
+                self.require(root == self.num_ranks - 1, "returns what is not the last stage's")
                 if self.rank != root:
-                    return self.land(("return", root, self.rank), schema, "output")
-                if not self.launch([("return", root, to) for to in range(root)], schema, capacity):
+                    return self.land(("return", root, self.rank), schema, end, ("output", mb, 0))
+                if not self.launch([("return", root, to) for to in range(root)], schema, end, capacity):
                     return False
-                self.holds.add(("output", mb))
+                self.holds.add(("output", mb, 0))
             case Fence():
-                self.require(("sent", mb) in self.holds, "waits for what was not sent")
+                self.require(("sent", mb, 0) in self.holds, "waits for what was not sent")
                 return not self.flies(mb)
         return True
+
+    def goes_on(self, stage: int) -> bool:
+        """Whether the result of a stage goes to another rank."""
+        return self.num_ranks > 1 and 0 <= stage < self.num_stages - 1
 
     def require(self, holds: bool, wrong: str) -> None:
         if not holds:
             raise Wrong(f"rank {self.rank}: '{self.effect}' {wrong}")
 
-    def take(self, what: str) -> None:
+    def take(self, what: str, stage: int) -> None:
         """Consume a value."""
-        value = (what, self.effect.microbatch)
+        value = (what, self.effect.microbatch, stage)
         self.require(value in self.holds, f"finds no {what}")
         self.holds.remove(value)
 
-    def flies(self, mb: int) -> bool:
-        """Whether a message of this rank for a micro-batch is in flight."""
-        return any(wire[1] == self.rank and any(m[0] == mb for m in sent) for wire, sent in self.flying.items())
+    def flies(self, mb: int, stage: int | None = None) -> bool:
+        """Whether a message of this rank for a micro-batch, made by a stage, is in flight."""
+        mine = (message for wire, sent in self.flying.items() if wire[1] == self.rank for message in sent)
+        return any(message[0] == mb and stage in (None, message[2]) for message in mine)
 
-    def run(self, buffers: int | None) -> None:
-        """Run the stage, which overwrites the oldest of its output buffers."""
-        if self.rank > 0:
-            self.take("input")
-        if buffers is not None and len(self.ran) >= buffers:
-            old = self.ran[-buffers]
-            self.require(not self.flies(old), f"overwrites micro-batch {old} in flight")
-            self.holds.discard(("result", old))
-            if self.rank == self.last:  # the output is the result, as the stage left it
-                self.holds.discard(("output", old))
-        self.ran.append(self.effect.microbatch)
-        self.holds |= {("ran", self.effect.microbatch), ("result", self.effect.microbatch)}
+    def run(self, stage: int, buffers: int | None) -> None:
+        """Run a stage, which overwrites the oldest of its output buffers."""
+        if stage > 0:
+            self.take("input" if self.num_ranks > 1 else "result", stage if self.num_ranks > 1 else stage - 1)
+        runs = [mb for own, mb in self.ran if own == stage]
+        if buffers is not None and len(runs) >= buffers:
+            old = runs[-buffers]
+            self.require(not self.flies(old, stage), f"overwrites micro-batch {old} in flight")
+            self.holds.discard(("result", old, stage))
+            if stage == self.num_stages - 1:  # the output is the result, as the stage left it
+                self.holds.discard(("output", old, 0))
+        self.ran.append((stage, self.effect.microbatch))
+        self.holds |= {("ran", self.effect.microbatch, stage), ("result", self.effect.microbatch, stage)}
 
-    def launch(self, wires: Sequence[Wire], schema: Schema | None, capacity: int) -> bool:
+    def launch(self, wires: Sequence[Wire], schema: Schema | None, stage: int, capacity: int) -> bool:
         """Put the result on its wires, once all of them have room."""
         if any(len(self.flying.get(wire, ())) >= capacity for wire in wires):
             return False
-        self.take("result")
-        self.holds.add(("sent", self.effect.microbatch))
+        self.take("result", stage)
+        self.holds.add(("sent", self.effect.microbatch, 0))
         for wire in wires:
-            self.flying[wire] = (*self.flying.get(wire, ()), (self.effect.microbatch, schema))
+            self.flying[wire] = (*self.flying.get(wire, ()), (self.effect.microbatch, schema, stage))
         return True
 
-    def land(self, wire: Wire, schema: Schema | None, what: str) -> bool:
+    def land(self, wire: Wire, schema: Schema | None, stage: int, made: Value) -> bool:
         """Take the next message from a wire."""
         if wire not in self.flying:
             return False
         message, *others = self.flying.pop(wire)
-        self.require(message == (self.effect.microbatch, schema), f"meets micro-batch {message[0]}: {message[1]}")
+        self.require(
+            message == (self.effect.microbatch, schema, stage), f"meets micro-batch {message[0]}: {message[1]}"
+        )
         if others:
             self.flying[wire] = tuple(others)
-        self.holds.add((what, self.effect.microbatch))
+        self.holds.add(made)
         return True
+
+
+def stages_of(programs: Sequence[Program]) -> int:
+    """The number of stages: the multiple of the ranks that the highest number asks for."""
+    stages = [e.stage for p in programs for e in p.effects if isinstance(e, Run) and e.stage is not None]
+    return next(n for n in range(len(programs), 1 << 30, len(programs)) if n > max(stages, default=0))
 
 
 def ways_on(programs: Sequence[Program], world: World, capacity: int, buffers: int | None) -> Iterator[World]:
@@ -134,11 +156,12 @@ def ways_on(programs: Sequence[Program], world: World, capacity: int, buffers: i
         Wrong: a rank's next effect is a fault.
     """
     ranks, flying = world
-    last = len(programs) - 1
-    returning = frozenset(e.microbatch for e in programs[last].effects if isinstance(e, Broadcast))
+    stages = stages_of(programs)
+    returning = frozenset(e.microbatch for e in programs[-1].effects if isinstance(e, Broadcast))
     for index, (own, program) in enumerate(zip(ranks, programs, strict=True)):
         if own.at < len(program.effects):
-            move = Move(index, last, program.effects[own.at], set(own.holds), list(own.ran), dict(flying))
+            effect = program.effects[own.at]
+            move = Move(index, len(programs), stages, effect, set(own.holds), list(own.ran), dict(flying))
             if move.done(capacity, buffers, returning):
                 new = Rank(own.at + 1, frozenset(move.holds), tuple(move.ran))
                 yield (*ranks[:index], new, *ranks[index + 1 :]), tuple(sorted(move.flying.items()))
@@ -172,7 +195,10 @@ def compare_ranks(programs: Sequence[Program]) -> None:
     Raises:
         Wrong: they do not.
     """
-    ran = [[e.microbatch for e in p.effects if e == Run(f"stage {i}", e.microbatch)] for i, p in enumerate(programs)]
+    ran = [
+        [e.microbatch for e in programs[stage % len(programs)].effects if e == Run(f"stage {stage}", e.microbatch)]
+        for stage in range(stages_of(programs))
+    ]
     advanced = [sorted(e.microbatch for e in p.effects if e == Run("advance", e.microbatch)) for p in programs]
     count = len(programs[0].classes) or len(ran[0])
     if any(own != ran[0] for own in ran) or sorted(ran[0]) != list(range(count)):
@@ -183,6 +209,22 @@ def compare_ranks(programs: Sequence[Program]) -> None:
         raise Wrong(f"ranks have the classes {[p.classes for p in programs]}")
     if [(p.rank, p.num_ranks) for p in programs] != [(i, len(programs)) for i in range(len(programs))]:
         raise Wrong("the programs are of other ranks")
+    for source, to in itertools.permutations(range(len(programs)), 2):
+        sent, taken = list(_kinds(programs[source], source, to)), list(_kinds(programs[to], source, to))
+        if stages_of(programs) > len(programs) and sent != taken and sorted(sent) == sorted(taken):
+            raise Wrong(f"rank {to} receives in another order than rank {source} sends")
+
+
+def _kinds(program: Program, source: int, to: int) -> Iterator[str]:
+    """The kinds of the messages from one rank to another, in the order in which a rank sends or receives them."""
+    for effect in program.effects:
+        match effect:
+            case Send(other) if (program.rank, other) == (source, to):
+                yield "stage"
+            case Recv(other) if (other, program.rank) == (source, to):
+                yield "stage"
+            case Broadcast(root) if root == source and program.rank in (source, to):
+                yield "return"
 
 
 def fault(programs: Sequence[Program], *, buffers: int | None = None) -> str | None:
@@ -203,17 +245,20 @@ def fenced(programs: Sequence[Program], buffers: int | None) -> bool:
 
 
 def _fenced(program: Program, buffers: int) -> bool:
-    runs = [e.microbatch for e in program.effects if isinstance(e, Run) and e.what != "advance"]
-    overwrites = dict(zip(runs[buffers:], runs, strict=False))
-    open_ = set[int]()
+    runs: dict[int, list[int]] = {}
+    open_ = set[tuple[int, int]]()
+    last = max((e.stage for e in program.effects if isinstance(e, Run) and e.stage is not None), default=0)
     for effect in program.effects:
         match effect:
-            case Send(_, mb):
-                open_.add(mb)
+            case Send(_, mb, _, stage):
+                open_.add((program.rank if stage is None else stage, mb))
             case Broadcast(root, mb) if root == program.rank:
-                open_.add(mb)
+                open_.add((last, mb))
             case Fence(mb):
-                open_.discard(mb)
-            case Run(what, mb) if what != "advance" and overwrites.get(mb) in open_:
-                return False
+                open_ = {(stage, other) for stage, other in open_ if other != mb}
+            case Run(_, mb) if (own := effect.stage) is not None:
+                before = runs.setdefault(own, [])
+                if len(before) >= buffers and (own, before[-buffers]) in open_:
+                    return False
+                before.append(mb)
     return True

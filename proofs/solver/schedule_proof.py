@@ -19,7 +19,8 @@ import z3
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.proofs.solver.symbolic import Integer, Path, Verdict, flag, prove, unknown
-from weft.transforms.pipelines.checker import Edge, Step, check, puts, takes
+from weft.transforms.pipelines.checker import check
+from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 
 Place = tuple[int, int]  # an effect's rank, and its index in that rank's program

@@ -13,6 +13,7 @@
 | `scenarios()` | a small random model, and batches in an order that its state can serve |
 | `traces()` | requests that arrive, end or are aborted, and a model that serves them |
 | `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()` have faults |
+| `woven_programs()` | programs that run several stages on each rank in any order, and an edit of them |
 | `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
 | `hazards()` | code that a graph would get wrong if weft did not notice it |
 | `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |
@@ -63,6 +64,7 @@ from weft.proofs.strategies.programs import (
     programs,
 )
 from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs.strategies.schedules import Woven, woven_programs
 from weft.proofs.strategies.tensors import tensors
 
 __all__ = [
@@ -91,6 +93,7 @@ __all__ = [
     "Scheduled",
     "TensorProgram",
     "Trace",
+    "Woven",
     "batches",
     "broken_programs",
     "call_sequences",
@@ -115,4 +118,5 @@ __all__ = [
     "tensors",
     "traces",
     "worlds",
+    "woven_programs",
 ]

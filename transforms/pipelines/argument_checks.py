@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.arguments.checks import COUNT, Rule, check_values, kind_of
 from weft.donation import refuse_donated
-from weft.effects import Schema
+from weft.effects import Program, Schema
 from weft.errors import ProgramError
 from weft.torchapi.private import in_functorch_transform
 from weft.transforms.graphs.calls.borrowing import lends
@@ -30,6 +30,12 @@ _OPTIONS: dict[str, Rule] = {
     ),
     "schema": (Schema | None, "weft.Schema.parse(text), or weft.Schema.of(value)"),
     "transport": TRANSPORT,
+    "schedule": (
+        lambda value: (
+            callable(value) or (isinstance(value, list | tuple) and all(isinstance(p, Program) for p in value))
+        ),
+        "a function (num_stages, jobs, *, schema, advances, buffers) -> programs: interleaved(2); or the programs",
+    ),
 }
 
 
@@ -106,9 +112,10 @@ def check_step(transform: str, step: Any, name: str, count: Any) -> str:
     return call
 
 
-def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
+def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any, schedule: Any) -> None:
     """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
     options = {"microbatches": microbatches, "advance": advance, "schema": schema, "transport": transport}
+    options["schedule"] = schedule
     for name, value in options.items():
         check_values(f"pipeline(<{num_stages} stages>, {name}={value!r:.60})", _OPTIONS, {name: value}, ProgramError)
     if advance is not None and (signature := _other_signature(advance, 3)) is not None:

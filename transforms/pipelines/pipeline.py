@@ -9,9 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import attrs
-
-from weft.arguments.checks import kind_of, names_arguments
+from weft.arguments.checks import check_values, kind_of, names_arguments
 from weft.batch import Batch
 from weft.display.tables import text, titled
 from weft.donation import clone, declare_donated, donated_argnames
@@ -28,15 +26,17 @@ from weft.transforms.pipelines.argument_checks import (
     check_stages,
     refuse_transform,
 )
-from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.checker import PROGRAMS, CheckedPrograms
 from weft.transforms.pipelines.microbatch import after_first, class_text, lends_state
 from weft.transforms.pipelines.parts import join, split
-from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs
+from weft.transforms.pipelines.schedule import Job, count_running, decode_jobs, jobs_for, make_programs
 from weft.transforms.pipelines.session import Session, Spans
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.local import Local
-from weft.transforms.pipelines.worker import Worker, call_advance, call_stage, put_batches
+from weft.transforms.pipelines.weaving import Schedule
+from weft.transforms.pipelines.work import put_classes, refuse_other_work
+from weft.transforms.pipelines.worker import StageRun, Worker, call_advance, call_stage, put_batches, states_of
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -110,21 +110,25 @@ class Pipelined:
         advance: Advance | None,
         schema: Schema | None,
         transport: Transport,
+        schedule: Schedule | Sequence[Program],
     ) -> None:
         self.stages = tuple(_with_own_results(stages))
         self.microbatches = microbatches
         self.transport = transport
         self._advance = advance
         self._schema = schema
-        self._ranks = transport.ranks(len(self.stages))
-        self._returns = advance is not None or len(self._ranks) < len(self.stages)
         # A stage that lends its results overwrites them when it runs again, so each needs a fence.
         self._buffers = 1 if any(map(lends, self.stages)) else None
+        self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
+        self._schedule = schedule
+        self._num_ranks = len(self._make_programs([Job()] * microbatches))
+        ranks = transport.ranks(self._num_ranks)
+        self._here = [index for index in range(len(self.stages)) if index % self._num_ranks in ranks]
+        self._returns = advance is not None or len(ranks) < self._num_ranks
         self._read_sources = functools.cache(functools.partial(_sources, self.stages, advance))
         self._checked_by_key: dict[Any, CheckedPrograms] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
-        self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
         self.programs()
 
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
@@ -140,11 +144,22 @@ class Pipelined:
         if (checked := self._checked_by_key.get(key)) is None:
             if len(self._checked_by_key) >= _MAX_PROGRAMS:
                 self._checked_by_key.clear()
-            advances = self._advance is not None
-            made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
-            programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
-            checked = self._checked_by_key[key] = CheckedPrograms(programs, self._buffers, self._read_sources, spans)
+            programs = tuple(put_classes(self._make_programs(jobs), classes, self._schema, self._text))
+            checked = CheckedPrograms(programs, self._buffers, self._read_sources, spans)
+            if self._schedule is not make_programs:
+                counts = len(self.stages), self._num_ranks
+                refuse_other_work(self._text, programs, counts, jobs, advances=self._advance is not None)
+            self._checked_by_key[key] = checked
         return checked
+
+    def _make_programs(self, jobs: Sequence[Job]) -> Sequence[Program]:
+        """The programs of the schedule, of whatever it made; they are not yet checked."""
+        if not callable(self._schedule):
+            return self._schedule
+        advances, given = self._advance is not None, (len(self.stages), jobs)
+        made = self._schedule(*given, schema=self._schema, advances=advances, buffers=self._buffers)
+        check_values(f"{self._text}: schedule(...)", {"programs": PROGRAMS}, {"programs": made}, ProgramError)
+        return made
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         workers = self._workers(params, state)
@@ -202,23 +217,23 @@ class Pipelined:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         checked = self._check_programs(jobs, [class_text(batch) for batch in batches])
         put_batches(workers, batches, [after_first(batch) for batch in batches])
-        self.transport.run(checked, workers, self.transport.mail(len(self.stages)))
-        returned = workers[0].outputs if self._returns else workers[-1].results | workers[-1].outputs
-        return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
+        self.transport.run(checked, workers, self.transport.mail(self._num_ranks))
+        kept = {mb: value for (_, mb), value in workers[-1].results.items()}
+        returned = workers[0].outputs if self._returns else kept | workers[-1].outputs
+        return states_of(workers), [returned.get(mb) for mb in range(len(batches))]
 
     def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
-        check_entries("pipeline", len(self.stages), self._ranks, params, state)
+        check_entries("pipeline", len(self.stages), self._here, params, state)
         refuse_transform(self.transport)
-        last = len(self.stages) - 1
-        keeps, traced = lends(self.stages[last]), in_dispatch_mode()
-        # A graphified stage returns a copy of its own, unless it only becomes part of a graph around it.
-        graphs = [isinstance(stage, Graphified) for stage in self.stages]
-        shares = [bool(self.__weft_donates__) and (traced or not graph) for graph in graphs]
-        states = [lends_state(stage) and not traced for stage in self.stages]
-        return [
-            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last, shares[rank], states[rank])
-            for rank, p, s in zip(self._ranks, params, state, strict=True)
-        ]
+        traced = in_dispatch_mode()
+        by_rank: dict[int, list[StageRun]] = {index % self._num_ranks: [] for index in self._here}
+        for index, own_params, own_state in zip(self._here, params, state, strict=True):
+            stage, is_last = self.stages[index], index == len(self.stages) - 1
+            # A graphified stage returns a copy of its own, unless it only becomes part of a graph around it.
+            shares = bool(self.__weft_donates__) and (traced or not isinstance(stage, Graphified))
+            copies = lends(stage) and is_last, shares, lends_state(stage) and not traced
+            by_rank[index % self._num_ranks].append(StageRun(index, stage, own_params, own_state, *copies))
+        return [Worker(rank, stages, self._advance) for rank, stages in by_rank.items()]
 
     def session(self, params: Sequence[Any], state: Sequence[Any]) -> Session:
         """A stream without an end: batches are submitted a few at a time, and stages overlap across submissions.
@@ -233,7 +248,15 @@ class Pipelined:
             call = f"{self._text}.session(params, state)"
             raise ProgramError(call, "no advance, so that nothing returns", "pipeline(stages, advance=...)")
         workers = self._workers(params, state)
-        return Session(len(self.stages), self.transport, workers, self._check_programs, self._buffers)
+        return Session(self._num_ranks, self.transport, workers, self._check_programs, self._count_running)
+
+    def _count_running(self, jobs: Sequence[Job]) -> tuple[tuple[int, ...], int]:
+        """For each rank the number of effects to perform once these jobs are submitted, and the first job that then is
+        not over. Only the programs of `make_programs` go on where those of fewer jobs ended."""
+        if self._schedule is make_programs:
+            return count_running(len(self.stages), jobs, advances=True, buffers=self._buffers)
+        programs = self._make_programs(jobs) if jobs else ()
+        return tuple(len(program.effects) for program in programs) or (0,) * self._num_ranks, len(jobs)
 
     def __str__(self) -> str:
         return listing(self.programs())
@@ -253,6 +276,7 @@ def pipeline(
     advance: Advance | None = None,
     schema: Schema | None = None,
     transport: Transport | None = None,
+    schedule: Schedule | Sequence[Program] = make_programs,
 ) -> Pipelined:
     """Span a step over stages: each rank has a program of Send, Recv and Run, checked and then executed by a transport.
 
@@ -268,6 +292,11 @@ def pipeline(
             advances its state with it.
         schema: of what travels between two stages; if given, every value is compared with it.
         transport: executes the programs; None: `Local()`, in this process and thread.
+        schedule: a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, such as
+            `make_programs`, `interleaved(num_ranks)`, or one that calls `weave`; or the programs themselves, such as
+            edited ones (`parse_listing`). Stage s runs on rank s % num_ranks, where num_ranks is the number of
+            programs. They are checked before every new number of micro-batches: also that they run each job, in order,
+            after the job that it waits for, and return the output of each job that feeds.
 
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
@@ -289,5 +318,5 @@ def pipeline(
     """
     stages = check_stages("pipeline", stages)
     check_lending(f"pipeline(<{len(stages)} stages>)", stages)
-    check_options(len(stages), microbatches, advance, schema, transport)
-    return Pipelined(stages, microbatches, advance, schema, transport or Local())
+    check_options(len(stages), microbatches, advance, schema, transport, schedule)
+    return Pipelined(stages, microbatches, advance, schema, transport or Local(), schedule)

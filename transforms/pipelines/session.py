@@ -10,10 +10,10 @@ from weft.errors import ProgramError
 from weft.transforms.pipelines.argument_checks import refuse
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.microbatch import after_first, class_text
-from weft.transforms.pipelines.schedule import Job, count_running, mistake_in_jobs
+from weft.transforms.pipelines.schedule import Job, mistake_in_jobs
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.failures import described
-from weft.transforms.pipelines.worker import Worker, put_batches
+from weft.transforms.pipelines.worker import Worker, put_batches, states_of
 
 Spans = tuple[tuple[int, int], ...]
 """For each rank, the effects `start:stop` that a run performs."""
@@ -45,22 +45,21 @@ class Session:
 
     def __init__(
         self,
-        num_stages: int,
+        num_ranks: int,
         transport: Transport,
         workers: Sequence[Worker],
         checked: Callable[[Sequence[Job], Sequence[str], Spans | None], CheckedPrograms],
-        buffers: int | None,
+        count: Callable[[Sequence[Job]], tuple[tuple[int, ...], int]],
     ) -> None:
-        self._num_stages = num_stages
         self._transport = transport
         self._workers = workers
         self._make_checked = checked
-        self._buffers = buffers
-        self._mail = transport.mail(num_stages)
+        self._count_running = count
+        self._mail = transport.mail(num_ranks)
         self._jobs: list[Job] = []  # from job `_first` on, the first one whose output some rank has yet to receive
         self._batches: list[_Submitted] = []
         self._first = 0
-        self._done = (0,) * num_stages  # for each rank the effects performed, of the programs of `_jobs`
+        self._done = (0,) * num_ranks  # for each rank the effects performed, of the programs of `_jobs`
         self._ended = ""
 
     @property
@@ -99,7 +98,7 @@ class Session:
         ends = tuple(len(program.effects) for program in self._checked(None).programs) if self._jobs else self._done
         outputs = self._advance_to(ends, len(self._jobs))
         self._ended = "it was closed, and its state is the caller's"
-        return tuple(worker.state for worker in self._workers), outputs
+        return states_of(self._workers), outputs
 
     def _refuse_ended(self, call: str) -> None:
         if self._ended:
@@ -120,7 +119,7 @@ class Session:
         refuse(call, mistake)
 
     def _count(self) -> tuple[tuple[int, ...], int]:
-        return count_running(self._num_stages, self._jobs, advances=True, buffers=self._buffers)
+        return self._count_running(self._jobs)
 
     def _checked(self, spans: Spans | None) -> CheckedPrograms:
         return self._make_checked(self._jobs, [one.text for one in self._batches], spans)

@@ -19,8 +19,9 @@ import attrs
 from weft.arguments.checks import COUNT, Rule, check_values
 from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
 from weft.errors import CostError, ProgramError
-from weft.transforms.pipelines.checker import PROGRAMS, Edge, Step, interleave, puts, takes
+from weft.transforms.pipelines.checker import PROGRAMS
 from weft.transforms.pipelines.events import ADVANCE, Event
+from weft.transforms.pipelines.machine import Edge, Step, interleave, puts, takes
 from weft.transforms.pipelines.timeline import Timeline
 
 _COST: Rule = (lambda value: 0 <= value < math.inf), "a finite number >= 0"

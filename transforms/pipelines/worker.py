@@ -31,75 +31,30 @@ class Link(Protocol):
 
 
 @attrs.define(eq=False)
-class Worker:
-    """One rank of a run.
+class StageRun:
+    """One stage of a rank, with its params and its state.
 
     Args:
-        rank: the rank.
-        stage, params, state: the rank's own; `run` replaces the state by the next one.
-        advance: the function that `run advance` calls.
-        batches: the micro-batches.
+        index: the number of the stage.
+        stage, params, state: its own; `run` replaces the state by the next one.
         copies_results: whether results of the stage are copied, since they are lent and stay here to the end.
         copies_shared: whether results that share memory with the state are copied, since it is written in place.
         copies_state: whether the stage's next state is copied, since it is lent.
-        inputs: received values that the stage has not yet run on, by micro-batch.
-        results: the results of the stage, by micro-batch.
-        outputs: the outputs of the last stage, by micro-batch.
-        first: the number of micro-batch 0 over all runs that this one goes on from.
     """
 
-    rank: int
+    index: int
     stage: Callable[..., Any]
     params: Any
     state: Any
-    advance: Callable[..., Any] | None
-    batches: Sequence[Any]
     copies_results: bool = False
     copies_shared: bool = False
     copies_state: bool = False
-    inputs: dict[int, Any] = attrs.field(factory=dict)
-    results: dict[int, Any] = attrs.field(factory=dict)
-    outputs: dict[int, Any] = attrs.field(factory=dict)
-    first: int = 0
 
-    def drop_finished(self, count: int) -> None:
-        """Drop the first `count` micro-batches, which are over, and number the others from 0."""
-        for held in (self.inputs, self.results, self.outputs):
-            for mb in sorted(held):
-                value = held.pop(mb)
-                if mb >= count:
-                    held[mb - count] = value
-
-    def perform(self, effect: Effect, link: Link) -> None:
-        """Perform the next effect of the program."""
-        recorder = measuring()
-        with nullcontext() if recorder is None else recorder.span(self.rank, effect):
-            self._perform(effect, link)
-
-    def _perform(self, effect: Effect, link: Link) -> None:
-        mb = effect.microbatch
-        match effect:
-            case Run("advance"):
-                assert self.advance is not None, "a program advances only where there is an advance"
-                self.state = call_advance(self.rank, self.advance, self.state, self.batches[mb], self.outputs.get(mb))
-            case Run():
-                x = self.inputs.pop(mb, None)
-                made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
-                self.state = clone(made[0]) if self.copies_state else made[0]
-                self.results[mb] = clone(made[1]) if self.copies_results else self._unshared(made[1])
-            case Send(_, _, schema):
-                match_schema(self.rank, effect, schema, self.results[mb])
-                link.send(effect, self.results.pop(mb))
-            case Recv(_, _, schema):
-                self.inputs[mb] = link.recv(effect)
-                match_schema(self.rank, effect, schema, self.inputs[mb])
-            case Broadcast(root) if root == self.rank:
-                self.outputs[mb] = self.results.pop(mb)
-                link.send(effect, self.outputs[mb])
-            case Broadcast():
-                self.outputs[mb] = link.recv(effect)
-            case Fence():
-                link.fence(effect)
+    def run(self, batch: Any, x: Any) -> Any:
+        """Run the stage on a micro-batch; returns its result."""
+        made = call_stage(self.index, self.stage, self.params, self.state, batch, x)
+        self.state = clone(made[0]) if self.copies_state else made[0]
+        return clone(made[1]) if self.copies_results else self._unshared(made[1])
 
     def _unshared(self, made: Any) -> Any:
         """The result without memory of the state, which the next micro-batch may overwrite."""
@@ -113,10 +68,89 @@ class Worker:
         return tree_map(lambda x: x.clone() if tensors.get(id(x)) in shared else x, made)
 
 
+@attrs.define(eq=False)
+class Worker:
+    """One rank of a run.
+
+    Args:
+        rank: the rank.
+        stages: the stages that it runs, in order.
+        advance: the function that `run advance` calls.
+        batches: the micro-batches.
+        later: the micro-batches as stages after the first one get them, where the rank also runs the first one.
+        inputs: received values that a stage has not yet run on, by the stage that made them and micro-batch.
+        results: the results of stages, by stage and micro-batch.
+        outputs: the outputs of the last stage, by micro-batch.
+        first: the number of micro-batch 0 over all runs that this one goes on from.
+    """
+
+    rank: int
+    stages: Sequence[StageRun]
+    advance: Callable[..., Any] | None
+    batches: Sequence[Any] = ()
+    later: Sequence[Any] = ()
+    inputs: dict[tuple[int, int], Any] = attrs.field(factory=dict)
+    results: dict[tuple[int, int], Any] = attrs.field(factory=dict)
+    outputs: dict[int, Any] = attrs.field(factory=dict)
+    first: int = 0
+
+    def drop_finished(self, count: int) -> None:
+        """Drop the first `count` micro-batches, which are over, and number the others from 0."""
+        for held in (self.inputs, self.results):
+            left = {(stage, mb - count): value for (stage, mb), value in held.items() if mb >= count}
+            held.clear()
+            held.update(left)
+        self.outputs = {mb - count: value for mb, value in self.outputs.items() if mb >= count}
+
+    def perform(self, effect: Effect, link: Link) -> None:
+        """Perform the next effect of the program."""
+        recorder = measuring()
+        with nullcontext() if recorder is None else recorder.span(self.rank, effect):
+            self._perform(effect, link)
+
+    def _perform(self, effect: Effect, link: Link) -> None:
+        mb = effect.microbatch
+        match effect:
+            case Run("advance"):
+                assert self.advance is not None, "a program advances only where there is an advance"
+                for own in self.stages:
+                    own.state = call_advance(own.index, self.advance, own.state, self.batches[mb], self.outputs.get(mb))
+            case Run():
+                own = next(own for own in self.stages if own.index == effect.stage)
+                batch = (self.later if own.index and self.later else self.batches)[mb]
+                before = own.index - 1, mb
+                x = self.inputs.pop(before, None) if before not in self.results else self.results.pop(before)
+                self.results[own.index, mb] = own.run(batch, x)
+            case Send(_, _, schema, stage):
+                made = self.rank if stage is None else stage, mb
+                match_schema(self.rank, effect, schema, self.results[made])
+                link.send(effect, self.results.pop(made))
+            case Recv(source, _, schema, stage):
+                value = self.inputs[source if stage is None else stage, mb] = link.recv(effect)
+                match_schema(self.rank, effect, schema, value)
+            case Broadcast(root) if root == self.rank:
+                self.outputs[mb] = self.results.pop((self.stages[-1].index, mb))
+                link.send(effect, self.outputs[mb])
+            case Broadcast():
+                self.outputs[mb] = link.recv(effect)
+            case Fence():
+                link.fence(effect)
+
+
 def put_batches(workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0) -> None:
     """Give workers the micro-batches of a run; after the first stage they get `later`, made by `after_first`."""
     for worker in workers:
         worker.batches, worker.first = (later if worker.rank else batches), first
+        worker.later = () if worker.rank or len(worker.stages) == 1 else later
+
+
+def states_of(workers: Sequence[Worker]) -> tuple[Any, ...]:
+    """The state of each stage that runs here, in the order of the stages."""
+    return tuple(own.state for own in sorted((own for worker in workers for own in worker.stages), key=_index))
+
+
+def _index(own: StageRun) -> int:
+    return own.index
 
 
 def storage_of(tensor: Tensor) -> int | None:

@@ -12,7 +12,8 @@ from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.proofs.laws import broken_programs_are_refused, checker_is_right, schedules_are_right
 from weft.proofs.solver.programs_exhaustive import fault, fenced
 from weft.proofs.strategies import FAULTS, Broken, Scheduled, broken_programs, edited_programs, programs
-from weft.transforms.pipelines.checker import Edge, Machine, Step, check, interleave, puts, takes
+from weft.transforms.pipelines.checker import check
+from weft.transforms.pipelines.machine import Edge, Machine, Step, interleave, puts, takes
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, make_programs, streaming
 

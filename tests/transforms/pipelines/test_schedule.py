@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 from weft.effects import Broadcast, Fence, Program, Recv, Run, Schema, Send, TensorSchema
 from weft.errors import ProgramError
 from weft.proofs.strategies import job_lists
-from weft.transforms.pipelines.checker import Step, check, interleave, puts, takes
+from weft.transforms.pipelines.checker import check
+from weft.transforms.pipelines.machine import Step, interleave, puts, takes
 from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))

@@ -8,7 +8,7 @@ import attrs
 from weft.arguments.checks import Rule, check_values, is_number
 from weft.effects import Program
 from weft.errors import ProgramError, RankError
-from weft.transforms.pipelines.checker import Machine, takes
+from weft.transforms.pipelines.machine import Machine, takes
 
 _MOST_SECONDS = 1e6
 _TIMEOUT: Rule = (

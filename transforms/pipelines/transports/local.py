@@ -8,7 +8,8 @@ import attrs
 from torch import Tensor
 
 from weft.effects import Broadcast, Fence, Recv, Send
-from weft.transforms.pipelines.checker import CheckedPrograms, Edge, Step, puts, takes
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from weft.effects import Broadcast, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
 from weft.ops.transfers import transfer
-from weft.transforms.pipelines.checker import CheckedPrograms, Step, puts
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.machine import Step, puts, stage_sent
 from weft.transforms.pipelines.transports import json_values
 from weft.transforms.pipelines.transports.agreement import Agreement, Expected, header_bytes
 from weft.transforms.pipelines.transports.monitor import Monitor
@@ -262,9 +263,11 @@ class ProcessLink:
         self._drain()
 
     def _drain(self) -> None:
-        """Wait until what stages sent may be overwritten. What returns is a copy (`Worker.copies_results`), and may be
-        received in a later run."""
-        if self.monitor.rank < self.monitor.num_ranks - 1:
+        """Wait until what stages sent may be overwritten. What returns is a copy (`StageRun.copies_results`), and may
+        be received in a later run."""
+        assert self.checked is not None, "a run has begun"
+        interleaved = self.checked.num_stages > self.monitor.num_ranks
+        if self.monitor.rank < self.monitor.num_ranks - 1 or interleaved:  # else it sends nothing but what returns
             self.end.drain()
 
     def _refuse_odd(self, effect: Send | Broadcast, tensor: Tensor) -> None:
@@ -288,7 +291,9 @@ class ProcessLink:
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
         described, sources = classes[effect.microbatch] if classes else "", self.checked.read_sources()
-        text = f"{isinstance(effect, Broadcast)} {described} {sources}"
+        made = stage_sent(Step(self.monitor.rank, effect))
+        stage = "" if made in (None, source) else f" stage {made}"
+        text = f"{isinstance(effect, Broadcast)} {described} {sources}{stage}"
         return f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def _layout(self, effect: Send | Broadcast, key: str, layout: MessageLayout) -> MessageLayout:

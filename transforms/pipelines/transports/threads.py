@@ -18,7 +18,8 @@ from weft.arguments.checks import Rule, check_values
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi.private import function_modes, in_dispatch_mode
-from weft.transforms.pipelines.checker import CheckedPrograms, Edge, Step, puts, takes
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.failures import Failure, blockers, check_timeout, culprit, described
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
@@ -140,7 +141,10 @@ class Threads:
 
         def perform() -> None:
             if device is not None:
-                worker.batches = [tree_map(lambda x: to_device(x, device), batch) for batch in worker.batches]
+                worker.batches, worker.later = (
+                    [tree_map(lambda x: to_device(x, device), batch) for batch in batches]
+                    for batches in (worker.batches, worker.later)
+                )
             for effect in checked.programs[rank].effects[slice(*checked.span(rank))]:
                 worker.perform(effect, link)
                 shared.at[rank] += 1
@@ -248,7 +252,7 @@ class SharedRun:
 
     def await_received(self, step: Step) -> None:
         """Wait until the next rank has received what this rank's stage sent of a micro-batch. What returns is a copy
-        (`Worker.copies_results`), and may be received in a later run."""
+        (`StageRun.copies_results`), and may be received in a later run."""
         mb = self._first + step.effect.microbatch
         with self._changed:
             for edge in [e for e in self._edges if e.source == step.rank and e.carries == "stages"]:

@@ -18,7 +18,7 @@ from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messages import ProcessLink
 from weft.transforms.pipelines.transports.records import Position
-from weft.transforms.pipelines.worker import Worker
+from weft.transforms.pipelines.worker import StageRun, Worker
 
 
 class Given:
@@ -39,7 +39,7 @@ class Given:
 
 def test_a_received_schema_that_differs_is_named_with_the_declared_one() -> None:
     made = pipeline([scale] * 2, schema=Schema.parse("[2] float32"))
-    worker = Worker(1, scale, None, None, None, [None])
+    worker = Worker(1, [StageRun(1, scale, None, None)], None, [None])
     with pytest.raises(ProgramError) as error:
         worker.perform(made.programs(1)[1].effects[0], Given(torch.zeros(3, dtype=torch.float64)))
     assert str(error.value) == (

@@ -1,0 +1,286 @@
+"""`pipeline(stages, schedule=...)`: a function or edited programs, checked, simulated, executed by every transport."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+
+from weft.effects import Program, Recv, Run, Schema, Send, parse_listing
+from weft.errors import ProgramError
+from weft.proofs.laws import own_schedules_are_compositions
+from weft.proofs.strategies import Woven, woven_programs
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.microbatch import scan
+from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.transforms.pipelines.schedule import Job, make_programs
+from weft.transforms.pipelines.simulate import Costs, simulate
+from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.launch import launch
+from weft.transforms.pipelines.transports.local import Local
+from weft.transforms.pipelines.transports.threads import Threads
+from weft.transforms.pipelines.weaving import interleaved, weave
+
+NUM_STAGES = 4
+
+
+def stage(param: Any, state: Any, batch: Any, x: Any) -> Any:
+    x = batch if x is None else x
+    return state + x.sum(), x * param + 1
+
+
+def advance(state: Any, batch: Any, out: Any) -> Any:
+    return state * 2 + out.sum()
+
+
+PARAMS = [torch.tensor(float(index + 2)) for index in range(NUM_STAGES)]
+BATCH = torch.arange(6.0)
+
+
+def states() -> list[Any]:
+    return [torch.tensor(float(index)) for index in range(NUM_STAGES)]
+
+
+def edited() -> tuple[Program, ...]:
+    """A pipeline's own programs, printed, edited as text, and parsed: rank 1 receives both messages before it runs."""
+    text = str(pipeline([stage] * 2, microbatches=2))
+    lines = ["  recv from 0 [mb 0]", "  run stage 1 [mb 0]", "  recv from 0 [mb 1]", "  run stage 1 [mb 1]"]
+    assert "\n".join(lines) in text
+    return parse_listing(text.replace("\n".join(lines), "\n".join([lines[0], lines[2], lines[1], lines[3]])))
+
+
+def in_turn(num_stages: int, jobs: Any, **options: Any) -> Any:
+    """A schedule of one's own: two ranks, each of which runs all its stages on a micro-batch before the next one."""
+    runs = [[Run(f"stage {s}", mb) for mb in range(len(jobs)) for s in range(r, num_stages, 2)] for r in range(2)]
+    return weave(runs, jobs, **options)
+
+
+SCHEDULES = {"ours": make_programs, "interleaved": interleaved(2), "one rank": interleaved(1), "own": in_turn}
+
+
+def assert_same(seen: Any, wanted: Any) -> None:
+    torch.testing.assert_close(seen, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("transport", [Local, Threads])
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_every_schedule_is_a_composition(name: str, transport: Any, microbatches: int) -> None:
+    made: Any = {"microbatches": microbatches, "schedule": SCHEDULES[name], "transport": transport()}
+    whole = pipeline([stage] * NUM_STAGES, microbatches=microbatches)(PARAMS, states(), BATCH)
+    assert_same(pipeline([stage] * NUM_STAGES, **made)(PARAMS, states(), BATCH), whole)
+    assert_same(whole[1], compose([stage] * NUM_STAGES)(PARAMS, states(), BATCH)[1])
+    fed = pipeline([stage] * NUM_STAGES, microbatches=microbatches, advance=advance)
+    step = pipeline([stage] * NUM_STAGES, advance=advance, **made)
+    if microbatches == 1:  # an advance with each part is not one with the whole, and its time depends on the schedule
+        assert_same(step(PARAMS, states(), BATCH), fed(PARAMS, states(), BATCH))
+        assert_same(scan(step, 3)(PARAMS, states(), BATCH), scan(fed, 3)(PARAMS, states(), BATCH))
+
+
+def test_the_default_is_such_a_function() -> None:
+    listed = str(pipeline([stage] * 3, microbatches=2, advance=advance))
+    assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=make_programs))
+    again = parse_listing(listed)
+    assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=lambda *_, **__: again))
+
+
+def test_edited_programs_are_simulated_and_run() -> None:
+    programs = edited()
+    plain = pipeline([stage] * 2, microbatches=2)
+    costs = Costs((1e-3, 1e-3))
+    assert simulate(programs, costs).step_time == pytest.approx(4e-3)  # rank 1 starts a stage later
+    assert simulate(plain.programs(), costs).step_time == pytest.approx(3e-3)
+    wanted = plain(PARAMS[:2], states()[:2], BATCH)
+    for transport in (Local(), Threads()):
+        step = pipeline([stage] * 2, microbatches=2, schedule=programs, transport=transport)
+        assert step.programs() == programs
+        assert_same(step(PARAMS[:2], states()[:2], BATCH), wanted)
+
+
+def on_ranks(name: str) -> Any:
+    """The step of a schedule over processes, by gloo: this rank's states, and the output."""
+    torch.set_num_threads(1)
+    step = pipeline(
+        [stage] * NUM_STAGES,
+        microbatches=3,
+        advance=advance,
+        schedule=SCHEDULES[name],
+        transport=Distributed(timeout=20),
+    )
+    rank = step.transport.rank  # type: ignore[attr-defined]
+    mine: Any = [x[rank::2] for x in (PARAMS, states())]
+    for _ in range(2):
+        mine[1], out = step(*mine, BATCH)
+    return rank, [x.tolist() for x in mine[1]], out.tolist()
+
+
+@pytest.mark.parametrize("name", ["interleaved", "own"])
+def test_processes_run_several_stages_each(name: str) -> None:
+    step, state = pipeline([stage] * NUM_STAGES, microbatches=3, advance=advance, schedule=SCHEDULES[name]), states()
+    for _ in range(2):
+        state, out = step(PARAMS, state, BATCH)
+    for rank, mine, seen in launch(on_ranks, 2, name):
+        assert (mine, seen) == ([x.tolist() for x in state[rank::2]], out.tolist())
+
+
+def test_a_session_ends_each_submission() -> None:
+    """Another schedule's programs need not go on where those of fewer jobs ended."""
+    jobs = [[Job()], [Job(after=0), Job(after=0)]]
+    found = []
+    for schedule in (make_programs, interleaved(2)):
+        session = pipeline([stage] * NUM_STAGES, advance=advance, schedule=schedule).session(PARAMS, states())
+        outputs = session.submit([BATCH], jobs[0]) + session.submit([BATCH, 2 * BATCH], jobs[1])
+        state, rest = session.close()
+        found.append((state, [out for _, out in sorted(outputs + rest, key=lambda pair: pair[0])]))
+    assert_same(found[1][1][:1], found[0][1][:1])
+    assert len(found[1][1]) == 3
+
+
+def test_stages_that_lend_their_results_are_fenced() -> None:
+    stages = [graphify(lambda p, s, batch, x: (s, (batch if x is None else x) * p), outputs="borrow") for _ in range(4)]
+    step = pipeline(stages, microbatches=3, schedule=interleaved(2))
+    assert "fence" in str(step)
+    none = [torch.zeros(())] * 4
+    assert_same(step(PARAMS, none, BATCH)[1], BATCH * 2 * 3 * 4 * 5)
+
+
+def test_a_whole_step_of_interleaved_stages_is_captured() -> None:
+    step = pipeline([stage] * NUM_STAGES, microbatches=2, schedule=interleaved(2))
+    assert_same(graphify(step)(PARAMS, states(), BATCH), step(PARAMS, states(), BATCH))
+
+
+def test_a_declared_schema_is_put_into_programs_without_one() -> None:
+    schema = Schema.parse("[3] float32")
+    step = pipeline([stage] * NUM_STAGES, microbatches=2, schema=schema, schedule=in_turn)
+    moved = [e for program in step.programs() for e in program.effects if isinstance(e, Send | Recv)]
+    assert {effect.schema for effect in moved} == {schema}
+    fixed = pipeline([stage] * 2, microbatches=2, schema=schema, schedule=edited())
+    assert all(e.schema == schema for p in fixed.programs() for e in p.effects if isinstance(e, Send | Recv))
+
+
+@settings(deadline=None, max_examples=40)
+@given(woven_programs())
+def test_drawn_schedules_are_compositions_in_threads(case: Woven) -> None:
+    transport = Threads(timeout=10)
+    try:
+        own_schedules_are_compositions(case, transport)
+    finally:
+        transport.close()
+
+
+def without(text: str, line: str) -> tuple[Program, ...]:
+    assert line in text
+    return parse_listing(text.replace(f"  {line}\n", "", 1))
+
+
+FED = str(pipeline([stage] * 4, microbatches=2, advance=advance, schedule=interleaved(2)))
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no schedule": (
+        lambda: pipeline([stage] * 2, schedule=3),  # type: ignore[arg-type]
+        "pipeline(<2 stages>, schedule=3)\n  saw: schedule=3\n"
+        "  instead: a function (num_stages, jobs, *, schema, advances, buffers) -> programs: interleaved(2); or the "
+        "programs",
+    ),
+    "a function to no programs": (
+        lambda: pipeline([stage] * 2, schedule=lambda *_, **__: "run"),
+        "pipeline(<2 stages>): schedule(...)\n  saw: programs='run'",
+    ),
+    "programs of other stages": (
+        lambda: pipeline([stage] * 2, microbatches=2, advance=advance, schedule=parse_listing(FED)),
+        "the programs of its schedule\n  saw: programs of 4 stages for 2",
+    ),
+    "a batch of fewer parts": (
+        lambda: pipeline([stage] * 2, microbatches=2, schedule=edited())(PARAMS[:2], states()[:2], BATCH[:1]),
+        "pipeline(<2 stages>)\n  saw: programs of 2 micro-batches, and a batch of 1\n"
+        "  instead: a batch of as many parts, or a schedule (num_stages, jobs, ...) that makes the programs",
+    ),
+    "an output that does not return": (
+        lambda: pipeline(
+            [stage] * 2,
+            microbatches=1,
+            advance=advance,
+            schedule=lambda n, jobs, **_: make_programs(n, [Job(feeds=False)] * len(jobs)),
+        ),
+        "saw: micro-batch 0 feeds, and is not broadcast\n  instead: broadcast from 1 for the jobs with feeds=True",
+    ),
+    "no advance": (
+        lambda: pipeline(
+            [stage] * 2, advance=advance, schedule=lambda n, jobs, **_: make_programs(n, jobs, advances=False)
+        ),
+        "saw: no run advance\n  instead: a run advance for each micro-batch",
+    ),
+    "a job before its own tokens": (
+        lambda: scan(
+            pipeline(
+                [stage] * 2,
+                advance=advance,
+                schedule=lambda n, jobs, **_: make_programs(n, [attrs.evolve(job, after=None) for job in jobs]),
+            ),
+            3,
+        )(PARAMS[:2], states()[:2], BATCH),
+        "rank 0: 'run stage 0 [mb 1]' before job 0 is over, after which it runs\n"
+        "  instead: broadcast and run advance [mb 0] before it",
+    ),
+    "a send that is gone": (
+        lambda: pipeline([stage] * 4, microbatches=2, schedule=without(FED, "send stage 0 to 1 [mb 1]")),
+        "saw: rank 0: 'send stage 2 to 1 [mb 0]' meets rank 1: 'recv stage 0 from 0 [mb 1]'",
+    ),
+    "a wrong interleaving, where each rank is right by itself": (
+        lambda: pipeline(
+            [stage] * 4,
+            schedule=parse_listing(
+                "rank 0 of 2\n  run stage 0 [mb 0]\n  recv stage 1 from 1 [mb 0]\n  send stage 0 to 1 [mb 0]\n"
+                "  run stage 2 [mb 0]\n  send stage 2 to 1 [mb 0]\nrank 1 of 2\n  recv stage 0 from 0 [mb 0]\n"
+                "  run stage 1 [mb 0]\n  send stage 1 to 0 [mb 0]\n  recv stage 2 from 0 [mb 0]\n  run stage 3 [mb 0]"
+            ),
+        ),
+        "saw: no rank can go on: rank 0: 'recv stage 1 from 1 [mb 0]' waits for rank 1; rank 1: 'recv stage 0 from 0 "
+        "[mb 0]' waits for rank 0: a cycle",
+    ),
+    "micro-batches out of order": (
+        lambda: pipeline(
+            [stage], microbatches=2, schedule=parse_listing("rank 0 of 1\n  run stage 0 [mb 1]\n  run stage 0 [mb 0]")
+        ),
+        "saw: runs of the micro-batches [1, 0], where there are 2, in order",
+    ),
+    "an output that overtakes a result": (
+        lambda: pipeline([stage] * 4, microbatches=2, advance=advance, schedule=parse_listing(overtaking())),
+        "comes before what rank 0: 'recv stage 1 from 1 [mb 1]' waits for, on the one channel from rank 1",
+    ),
+    "programs of other classes": (
+        lambda: pipeline([stage] * 2, schedule=classed())(PARAMS[:2], states()[:2], BATCH),
+        "saw: programs for micro-batches ('another',), and a batch of (",
+    ),
+    "devices for stages, and not for ranks": (
+        lambda: pipeline([stage] * 4, schedule=interleaved(2), transport=Threads(devices=["cpu"] * 4)),
+        "saw: 4 devices for 2 stages",
+    ),
+}
+
+
+def overtaking() -> str:
+    """Rank 1 broadcasts micro-batch 0 before it sends the result of stage 1 that rank 0 receives first."""
+    first, last = FED.index("rank 0 of 2"), FED.index("rank 1 of 2")
+    lines = ["  recv stage 0 from 0 [mb 1]", "  run stage 1 [mb 1]", "  send stage 1 to 0 [mb 1]"]
+    assert "\n".join(lines) in FED[last:]
+    rest = (
+        FED[last:]
+        .replace("\n".join(lines) + "\n", "")
+        .replace("  run advance [mb 0]\n", "  run advance [mb 0]\n" + "\n".join(lines) + "\n")
+    )
+    return FED[first:last] + rest
+
+
+def classed() -> list[Program]:
+    return [
+        attrs.evolve(program, classes=("another",)) for program in make_programs(2, [Job(feeds=False)], advances=False)
+    ]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_the_work_is_refused(case: str) -> None:
+    call, said = REFUSED[case]
+    with pytest.raises(ProgramError) as error:
+        call()
+    assert said in str(error.value)

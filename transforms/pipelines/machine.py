@@ -1,0 +1,175 @@
+"""The abstract machine: programs under way on queues that hold a few messages, without what they compute.
+
+Every rank performs its effects in order, and each edge is a queue of `capacity` messages; what stages send and what
+returns have queues of their own. A send waits while its queue is full, a receive while it is empty, and a fence until
+its messages were received.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import attrs
+
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Send
+from weft.errors import ProgramError
+
+
+@attrs.frozen
+class Edge:
+    """A queue from one rank to another, for what stages send or for what returns from the last stage."""
+
+    source: int
+    to: int
+    carries: Literal["stages", "returns"]
+
+
+@attrs.frozen
+class Step:
+    """One effect about to run on one rank."""
+
+    rank: int
+    effect: Effect
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: '{self.effect}'"
+
+
+def puts(step: Step, num_ranks: int) -> tuple[Edge, ...]:
+    """The edges that an effect puts a message on."""
+    match step.effect:
+        case Send(to):
+            return (Edge(step.rank, to, "stages"),)
+        case Broadcast(root) if root == step.rank:
+            return tuple(Edge(root, rank, "returns") for rank in range(num_ranks) if rank != root)
+    return ()
+
+
+def takes(step: Step) -> Edge | None:
+    """The edge that an effect takes a message from."""
+    match step.effect:
+        case Recv(source):
+            return Edge(source, step.rank, "stages")
+        case Broadcast(root) if root != step.rank:
+            return Edge(root, step.rank, "returns")
+    return None
+
+
+def matches(sent: Step, taken: Step) -> bool:
+    """Whether a message has the micro-batch, the stage and the schema that its receiver waits for."""
+    ours, theirs = taken.effect, sent.effect
+    assert isinstance(ours, Recv | Broadcast)
+    assert isinstance(theirs, Send | Broadcast)
+    same = (theirs.microbatch, theirs.schema) == (ours.microbatch, ours.schema)
+    return same and stage_sent(sent) == stage_sent(taken)
+
+
+def stage_sent(step: Step) -> int | None:
+    """The stage whose result a send or a receive carries; None for an output that returns."""
+    match step.effect:
+        case Send(stage=stage):
+            return step.rank if stage is None else stage
+        case Recv(source, stage=stage):
+            return source if stage is None else stage
+    return None
+
+
+class Machine:
+    """Programs under way: the position of each rank, and the messages on each edge."""
+
+    def __init__(self, programs: Sequence[Program], capacity: int = 1) -> None:
+        self.programs = tuple(programs)
+        self.call = f"check of {len(programs)} programs"
+        self.capacity = capacity
+        self.at = [0] * len(programs)
+        self.queues: dict[Edge, deque[Step]] = {}
+
+    def place(self, at: Sequence[int]) -> None:
+        """Move each rank to where it has performed `at[rank]` effects; an edge then holds what was sent and not
+        received."""
+        self.at = list(at)
+        done = [Step(p.rank, e) for p, count in zip(self.programs, at, strict=True) for e in p.effects[:count]]
+        received = Counter(edge for step in done if (edge := takes(step)) is not None)
+        self.queues = {}
+        for step in done:
+            for edge in puts(step, len(self.programs)):
+                self.queues.setdefault(edge, deque()).append(step)
+        for edge, count in received.items():
+            for _ in range(min(count, len(self.queues.get(edge, ())))):
+                self.queues[edge].popleft()
+
+    def next(self, rank: int) -> Step | None:
+        """The next effect of a rank; None at its end."""
+        effects = self.programs[rank].effects
+        return Step(rank, effects[self.at[rank]]) if self.at[rank] < len(effects) else None
+
+    def blockers(self, step: Step) -> tuple[int, ...]:
+        """The ranks that must move before this can."""
+        edge = takes(step)
+        if edge is not None:
+            return () if self.queues.get(edge) else (edge.source,)
+        if isinstance(step.effect, Fence):
+            mb = step.effect.microbatch
+            mine = (e for e in self.queues if e.source == step.rank)
+            return tuple(e.to for e in mine if any(sent.effect.microbatch == mb for sent in self.queues[e]))
+        full = (e for e in puts(step, len(self.programs)) if len(self.queues.get(e, ())) >= self.capacity)
+        return tuple(edge.to for edge in full)
+
+    def ready(self) -> list[Step]:
+        """The effects that can run now."""
+        waiting = (self.next(rank) for rank in range(len(self.programs)))
+        return [step for step in waiting if step is not None and not self.blockers(step)]
+
+    def move(self, step: Step) -> None:
+        """Run one effect.
+
+        Raises:
+            ProgramError: it receives a message of another micro-batch, schema or kind than it expects.
+        """
+        edge = takes(step)
+        if edge is not None:
+            sent = self.queues[edge].popleft()
+            if not matches(sent, step):
+                instead = "the same micro-batches in the same order, and one schema, on both ends of an edge"
+                raise ProgramError(self.call, f"{sent} meets {step}", instead)
+        for edge in puts(step, len(self.programs)):
+            self.queues.setdefault(edge, deque()).append(step)
+        self.at[step.rank] += 1
+
+    def leftover(self) -> ProgramError | None:
+        """The error for a message that was sent and that nobody receives; None if there is none."""
+        edge = next((edge for edge, queue in self.queues.items() if queue), None)
+        if edge is None:
+            return None
+        instead = f"a {'recv' if edge.carries == 'stages' else 'broadcast'} on rank {edge.to}"
+        return ProgramError(self.call, f"{self.queues[edge][0]} is never received", instead)
+
+    def deadlock(self) -> ProgramError:
+        """The error for programs that cannot go on: ranks wait for each other, or for one that is at its end."""
+        rank, chain = next(r for r in range(len(self.programs)) if self.next(r) is not None), list[Step]()
+        while (step := self.next(rank)) is not None and step not in chain:
+            chain.append(step)
+            rank = self.blockers(step)[0]
+        links = chain if step is None else chain[chain.index(step) :]
+        targets = [*(link.rank for link in links[1:]), rank]
+        waits = "; ".join(f"{link} waits for rank {target}" for link, target in zip(links, targets, strict=True))
+        ends = ": a cycle" if step is not None else ", which is at its end"
+        instead = "give every send a recv, and order them so that one message an edge is enough"
+        return ProgramError(self.call, f"no rank can go on: {waits}{ends}", instead)
+
+
+def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[Step]:
+    """The effects of all ranks in an order in which one process can run them.
+
+    Raises:
+        ProgramError: a receive meets a message of another micro-batch or schema, no rank can go on, or a message is
+            left over.
+    """
+    machine = Machine(programs, capacity)
+    while steps := machine.ready():
+        for step in steps:  # a step that is ready stays ready: only its own rank takes from its queues
+            machine.move(step)
+            yield step
+    waits = any(machine.next(rank) is not None for rank in range(len(programs)))
+    if error := machine.deadlock() if waits else machine.leftover():
+        raise error

@@ -1,0 +1,303 @@
+"""`weave`: makes the programs of any order in which ranks run stages; `interleaved` is such an order, with several
+stages on each rank.
+
+A schedule is a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, as `make_programs` is one.
+To write one, say in which order each rank runs its stages, and let `weave` add what moves the results.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import attrs
+
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
+from weft.errors import ProgramError
+from weft.transforms.pipelines.argument_checks import check_count
+from weft.transforms.pipelines.schedule import Job
+
+Schedule = Callable[..., Sequence[Program]]
+"""`(num_stages, jobs, *, schema, advances, buffers) -> programs`, with the arguments of `make_programs`."""
+
+
+def interleaved(num_ranks: int) -> Schedule:
+    """The schedule of interleaved stages: stage s runs on rank s % num_ranks, and a rank runs its first stage on
+    `num_ranks` micro-batches, then its second one on them, and so on (Narayanan et al., 2021, "Efficient large-scale
+    language model training on GPU clusters using Megatron-LM", forward only).
+
+    With p ranks, v stages on each and m micro-batches (a multiple of p), ranks that are equally fast idle for
+    (p - 1) / (v * m) of the time in which they work; with one stage on each rank for (p - 1) / m.
+
+    Args:
+        num_ranks: ranks, of each of which the number of stages is a multiple.
+
+    Raises:
+        ProgramError: `num_ranks` is not a whole number >= 1; at the call, another number of stages.
+
+    >>> print(interleaved(2)(4, [Job(feeds=False)] * 2, advances=False)[1])
+    rank 1 of 2
+      recv stage 0 from 0 [mb 0]
+      run stage 1 [mb 0]
+      send stage 1 to 0 [mb 0]
+      recv stage 0 from 0 [mb 1]
+      run stage 1 [mb 1]
+      send stage 1 to 0 [mb 1]
+      recv stage 2 from 0 [mb 0]
+      run stage 3 [mb 0]
+      recv stage 2 from 0 [mb 1]
+      run stage 3 [mb 1]
+    """
+    check_count(f"interleaved({num_ranks!r})", "num_ranks", num_ranks)
+
+    def schedule(
+        num_stages: int,
+        jobs: Sequence[Job],
+        *,
+        schema: Schema | None = None,
+        advances: bool = True,
+        buffers: int | None = None,
+    ) -> tuple[Program, ...]:
+        if num_stages < 1 or num_stages % num_ranks:
+            call = f"interleaved({num_ranks})({num_stages}, <{len(jobs)} jobs>)"
+            raise ProgramError(call, f"{num_stages} stages on {num_ranks} ranks", "as many stages on each rank")
+        groups = list(_groups(jobs, num_ranks, advances))
+        runs = [
+            [
+                Run(f"stage {first + rank}", mb)
+                for own in groups
+                for first in range(0, num_stages, num_ranks)
+                for mb in own
+            ]
+            for rank in range(num_ranks)
+        ]
+        return weave(runs, jobs, schema=schema, advances=advances, buffers=buffers)
+
+    return schedule
+
+
+def _groups(jobs: Sequence[Job], size: int, advances: bool) -> Iterator[list[int]]:
+    """The jobs in groups of at most `size`, none of which waits for another one of its group."""
+    group: list[int] = []
+    for mb, job in enumerate(jobs):
+        waits = job.after is not None and group and job.after >= group[0]
+        if group and (len(group) == size or waits or (advances and not jobs[mb - 1].feeds)):
+            yield group
+            group = []
+        group.append(mb)
+    if group:
+        yield group
+
+
+def weave(
+    runs: Sequence[Iterable[Run]],
+    jobs: Sequence[Job],
+    *,
+    schema: Schema | None = None,
+    advances: bool = True,
+    buffers: int | None = None,
+) -> tuple[Program, ...]:
+    """The programs in which each rank runs stages in the given order: the receives, sends, returned outputs, fences and
+    advances are added, in an order in which one message on an edge is enough.
+
+    It plays the runs in rounds, as if all stages were equally fast. An output that returns is received in the first
+    round in which it can be, and any message by a rank that cannot run. So every order ends in which a run comes after
+    those that it needs.
+
+    Args:
+        runs: for each rank, its runs of stages in order; stage s runs on rank s % len(runs).
+        jobs: one per micro-batch; a run waits for the output of the job that its own runs after. A job that does not
+            feed advances once the rank has run all its stages on it, and runs of later jobs wait for that.
+        schema, advances, buffers: as `make_programs` takes them.
+
+    Raises:
+        ProgramError: runs that cannot end, such as a stage before the stage from which it gets its input, on one rank.
+
+    >>> runs = [Run("stage 0", 0), Run("stage 2", 0)], [Run("stage 1", 0), Run("stage 3", 0)]
+    >>> print(weave(runs, [Job()])[0])
+    rank 0 of 2
+      run stage 0 [mb 0]
+      send stage 0 to 1 [mb 0]
+      recv stage 1 from 1 [mb 0]
+      run stage 2 [mb 0]
+      send stage 2 to 1 [mb 0]
+      broadcast from 1 [mb 0]
+      run advance [mb 0]
+    """
+    orders = [list(order) for order in runs]
+    call = f"weave(<the runs of {len(orders)} ranks>, <{len(jobs)} jobs>)"
+    for rank, order in enumerate(orders):
+        for run in order:
+            if run.stage is None or run.stage % len(orders) != rank or not 0 <= run.microbatch < len(jobs):
+                instead = f"Run('stage s', mb), with s % {len(orders)} the rank and mb less than {len(jobs)}"
+                raise ProgramError(call, f"'{run}' on rank {rank}", instead)
+    loom = _Loom(orders, jobs, schema, advances, buffers)
+    while loom.play():
+        pass
+    stuck = next(((rank, order[0]) for rank, order in enumerate(orders) if order), None)
+    if stuck is not None:
+        instead = (
+            "runs in an order in which each finds its input: stage by stage, and after the job that its own is after"
+        )
+        raise ProgramError(call, f"rank {stuck[0]} waits for ever at '{stuck[1]}'", instead)
+    return tuple(Program(rank, len(orders), tuple(effects)) for rank, effects in enumerate(loom.effects))
+
+
+@attrs.define(eq=False)
+class _Loom:
+    """Programs in the making: the runs that are left, and the messages under way.
+
+    Args:
+        orders: for each rank, the runs that are left.
+        jobs, schema, advances, buffers: as `weave` takes them.
+        effects: for each rank, its effects so far.
+        channels: for each pair of ranks, the sends and broadcasts under way, oldest first.
+        made: the results, by stage and micro-batch, that are on the rank of the next stage, which has not yet run.
+        taken: for each rank, the jobs that are over: their output has returned, or they do not feed and have advanced.
+        ran: for each stage, the micro-batches that it ran.
+        last: for each rank, the stage and the micro-batch that it ran last.
+        num_stages: of all ranks.
+    """
+
+    orders: list[list[Run]]
+    jobs: Sequence[Job]
+    schema: Schema | None
+    advances: bool
+    buffers: int | None
+    effects: list[list[Effect]] = attrs.field(init=False)
+    channels: dict[tuple[int, int], list[Send | Broadcast]] = attrs.field(init=False, factory=dict)
+    made: set[tuple[int, int]] = attrs.field(init=False, factory=set)
+    taken: list[set[int]] = attrs.field(init=False)
+    ran: dict[int, list[int]] = attrs.field(init=False)
+    last: dict[int, tuple[int, int]] = attrs.field(init=False, factory=dict)
+    num_stages: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        ranks = len(self.orders)
+        self.effects, self.taken = [[] for _ in range(ranks)], [set() for _ in range(ranks)]
+        stages = [run.stage for order in self.orders for run in order if run.stage is not None]
+        self.num_stages = -(-(max(stages, default=0) + 1) // ranks) * ranks
+        self.ran = {stage: [] for stage in range(self.num_stages)}
+
+    def play(self) -> bool:
+        """Play one round; False if no rank can do anything."""
+        count, ranks = sum(map(len, self.effects)), range(len(self.orders))
+        for rank in ranks:
+            self._take_in(rank)
+        going = {rank for rank in ranks if self._is_ready(rank)}
+        while late := {rank for rank in going if not self._has_room(rank, going)}:
+            going -= late
+        for rank in ranks:
+            if rank in going:
+                self._start(rank)
+            else:
+                self._receive(rank)
+        for rank in going:
+            self._finish(rank)
+        return sum(map(len, self.effects)) > count
+
+    def _take_in(self, rank: int) -> None:
+        """Receive the outputs that have returned, as far as they are the oldest messages of their channel."""
+        last = len(self.orders) - 1
+        channel = self.channels.get((last, rank), [])
+        while channel and isinstance(channel[0], Broadcast):
+            mb = channel.pop(0).microbatch
+            self.effects[rank].append(Broadcast(last, mb))
+            self._return(rank, mb)
+
+    def _receive(self, rank: int) -> None:
+        """Receive the oldest message from the rank before, if it is for a stage: it makes room for others."""
+        source = (rank - 1) % len(self.orders)
+        channel = self.channels.get((source, rank), [])
+        if channel and isinstance(sent := channel[0], Send):
+            channel.pop(0)
+            self.effects[rank].append(Recv(source, sent.microbatch, self.schema, sent.stage))
+            self.made.add((source if sent.stage is None else sent.stage, sent.microbatch))
+
+    def _return(self, rank: int, mb: int) -> None:
+        self.taken[rank].add(mb)
+        if self.advances:
+            self.effects[rank].append(Run("advance", mb))
+
+    def _next(self, rank: int) -> tuple[int, int]:
+        run = self.orders[rank][0]
+        assert run.stage is not None, "weave has checked that"
+        return run.stage, run.microbatch
+
+    def _is_ready(self, rank: int) -> bool:
+        """Whether a rank's next run has its input, the output that it waits for, and a buffer for its result."""
+        if not self.orders[rank]:
+            return False
+        stage, mb = self._next(rank)
+        before = {index for index in range(mb) if self.advances and not self.jobs[index].feeds}
+        if (after := self.jobs[mb].after) is not None:
+            before.add(after)
+        if not before <= self.taken[rank] or mb in self.ran[stage]:
+            return False
+        if (fence := self._fenced(stage)) is not None and self._is_under_way(rank, fence):
+            return False
+        if stage == 0 or (stage - 1, mb) in self.made:
+            return True
+        channel = self.channels.get(((rank - 1) % len(self.orders), rank), [])
+        return bool(channel) and channel[0] == self._send(stage - 1, mb)
+
+    def _send(self, stage: int, mb: int) -> Send:
+        ranks = len(self.orders)
+        return Send((stage + 1) % ranks, mb, self.schema, stage if self.num_stages > ranks else None)
+
+    def _fenced(self, stage: int) -> int | None:
+        """The micro-batch whose result the next run of a stage overwrites, if that was sent."""
+        ran, buffers = self.ran[stage], self.buffers
+        if buffers is None or len(ran) < buffers or (len(self.orders) == 1 and stage < self.num_stages - 1):
+            return None
+        mb = ran[-buffers]
+        return mb if stage < self.num_stages - 1 or self.jobs[mb].feeds else None
+
+    def _is_under_way(self, rank: int, mb: int) -> bool:
+        mine = (channel for (source, _), channel in self.channels.items() if source == rank)
+        return any(sent.microbatch == mb for channel in mine for sent in channel)
+
+    def _has_room(self, rank: int, going: set[int]) -> bool:
+        """Whether a rank can send the result of its next run: no message of its kind is under way, or the receiver
+        takes it in this round."""
+        stage, mb = self._next(rank)
+        ranks = len(self.orders)
+        if ranks == 1:  # the next stage of the rank takes the result before this one makes another
+            return self.buffers is None or not any(own == stage for own, _ in self.made)
+        if stage == self.num_stages - 1:
+            others = (self.channels.get((rank, to), []) for to in range(rank))
+            return not self.jobs[mb].feeds or not any(isinstance(e, Broadcast) for sent in others for e in sent)
+        to = (rank + 1) % ranks
+        sent = [e for e in self.channels.get((rank, to), []) if isinstance(e, Send)]
+        return not sent or to not in going or self._takes(to)
+
+    def _takes(self, rank: int) -> bool:
+        """Whether the next run of a rank receives its input."""
+        stage, mb = self._next(rank)
+        return stage > 0 and (stage - 1, mb) not in self.made
+
+    def _start(self, rank: int) -> None:
+        """Receive the input of a rank's next run, and run."""
+        stage, mb = self._next(rank)
+        if stage and (stage - 1, mb) not in self.made:
+            self._receive(rank)
+        if (fence := self._fenced(stage)) is not None:
+            self.effects[rank].append(Fence(fence))
+        self.made.discard((stage - 1, mb))
+        self.effects[rank].append(self.orders[rank].pop(0))
+        self.ran[stage].append(mb)
+        self.last[rank] = stage, mb
+
+    def _finish(self, rank: int) -> None:
+        """Send the result of the run that a rank started."""
+        (stage, mb), ranks = self.last[rank], len(self.orders)
+        if stage < self.num_stages - 1:
+            if ranks == 1:
+                self.made.add((stage, mb))
+            else:
+                self.effects[rank].append(send := self._send(stage, mb))
+                self.channels.setdefault((rank, send.to), []).append(send)
+        elif self.jobs[mb].feeds:
+            self.effects[rank].append(returned := Broadcast(rank, mb))
+            for to in range(rank):
+                self.channels.setdefault((rank, to), []).append(returned)
+            self._return(rank, mb)
+        if not self.jobs[mb].feeds and all(mb in self.ran[own] for own in range(rank, self.num_stages, ranks)):
+            self._return(rank, mb)
