@@ -1,16 +1,29 @@
 """`from_module`: any `nn.Module` as a stage, through `torch.func.functional_call`."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import is_dataclass
+from itertools import pairwise
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 
 from weft.arguments.checks import kind_of
 from weft.display.summary import Summarized
 from weft.donation import donates
 from weft.errors import ProgramError
+from weft.stages.unchanged import unchanged
+from weft.torchapi.private import in_dispatch_mode, storage_id
+
+Call = Callable[[Any, Any, Any], Any]
+"""Calls a module for a stage: `(module, batch, x) -> y`."""
+
+_CALL = "call=lambda module, batch, x: module(...)"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -28,17 +41,29 @@ class ModuleStage(Summarized):
     state: dict[str, Tensor]
 
 
-def from_module(module: nn.Module) -> ModuleStage:
-    """Make a stage of `module`. It is called on `x`, or on the batch if it is the first stage (`x` is None).
+def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
+    """Make a stage of `module`.
+
+    It is called on `x`, or on the batch if it is the first stage (`x` is None). A mapping, such as the encoding of a
+    tokenizer, is passed by keyword; a tuple by position; anything else as the only argument.
+
+    The module runs in its own mode, `train()` or `eval()`, at each call. Dropout draws from torch's default generator,
+    as in the module itself, and a graph draws new numbers at each replay. The bits are those of the module after
+    `requires_grad_(False)`: torch rounds otherwise where parameters require grad.
 
     Args:
-        module: a run of the stage changes nothing in it, not even its buffers.
+        module: a run of the stage does not change its buffers. A graph is refused if the module keeps what changes in
+            other attributes, or draws from the generators of Python or NumPy.
+        call: `(module, batch, x) -> y`, instead of the call above: for arguments from both the batch and `x`, or to
+            return a part of the output, such as `lambda module, batch, x: module(x, mask=batch["mask"]).logits`.
 
     Returns:
-        The stage, its parameters, and its buffers as the state.
+        The stage, its parameters, and its buffers as the state, which the stage donates.
 
     Raises:
-        ProgramError: it is not a module.
+        ProgramError: `module` is not a module, has parameters without a shape yet, or buffers that share memory; or
+            `call` is not a function. From the stage: the module's `forward` does not take these arguments, makes a
+            buffer or replaces a parameter.
 
     >>> made = from_module(nn.Linear(2, 1))
     >>> state, y = made.stage(made.params, made.state, torch.ones(3, 2), None)
@@ -46,24 +71,97 @@ def from_module(module: nn.Module) -> ModuleStage:
     torch.Size([3, 1])
     """
 
-    _check_module(module)
+    _check_module(module, call)
+    caller, buffers = _Caller(module, _call_on_inputs if call is None else call), dict(module.named_buffers())
 
     @donates("state")
     def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
-        values = {**params, **state}
-        y = torch.func.functional_call(module, values, (batch if x is None else x,))
-        return {name: values[name] for name in state}, y  # the module may have replaced a buffer
+        values = {f"module.{name}": value for name, value in {**params, **state}.items()}
+        y = torch.func.functional_call(caller, values, (batch, x))
+        _refuse_new(module, buffers, params, values)
+        return {name: values[f"module.{name}"] for name in state}, y  # the module may have replaced a buffer
 
     vars(stage)["__weft_module__"] = module  # whose training mode `graphify` asks for
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
     params = {name: p.detach() for name, p in module.named_parameters()}
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    return ModuleStage(stage, params, buffers)
+    return ModuleStage(stage, params, {name: b.detach().clone() for name, b in buffers.items()})
 
 
-def _check_module(module: Any) -> None:
-    if isinstance(module, nn.Module):
+def _refuse_new(module: nn.Module, buffers: Mapping[str, Tensor], params: Mapping[str, Any], values: Any) -> None:
+    """Raise ProgramError if the run made a buffer or replaced a parameter: neither has a place in the new state."""
+    new = [name for name, _ in module.named_buffers() if name not in buffers]
+    replaced = [name for name, value in params.items() if values[f"module.{name}"] is not value]
+    if new:
+        seen, instead = (
+            f"the run made the buffer {new[0]}",
+            "make it before that: run the module once",
+        )
+    elif replaced:
+        seen = f"the run replaced the parameter {replaced[0]}, which is not part of the new state"
+        instead = f"a buffer in its place: register_buffer({replaced[0].rpartition('.')[2]!r}, ...)"
+    else:
         return
+    raise ProgramError(f"stage {type(module).__name__}(params, state, ...)", seen, instead)
+
+
+class _Caller(nn.Module):
+    """A module whose forward is a call of another one, so that `functional_call` gives it the values."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, batch: Any, x: Any) -> Any:
+        with unchanged(self.module) if in_dispatch_mode() else nullcontext():
+            return self.call(self.module, batch, x)
+
+
+def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
+    inputs = batch if x is None else x
+    by_name = isinstance(inputs, Mapping) and not is_dataclass(inputs)
+    kwargs: dict[str, Any] = dict(inputs) if by_name else {}
+    args: tuple[Any, ...] = () if by_name else inputs if type(inputs) is tuple else (inputs,)
+    if not isinstance(module, ScriptModule):  # which has no signature
+        _check_arguments(module, "batch, None" if x is None else "batch, x", args, kwargs)
+    return module(*args, **kwargs)
+
+
+def _check_arguments(module: nn.Module, given_as: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ProgramError for arguments that the module's `forward` does not take."""
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join([*(kind_of(value) for value in args), *(f"{name}=..." for name in kwargs)])
+        seen = f"forward({', '.join(signature.parameters)}) is given ({given}): {error}"
+        call = f"stage {type(module).__name__}(params, state, {given_as})"
+        raise ProgramError(call, seen, f"from_module(module, {_CALL})") from error
+
+
+def _overlapping(buffers: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The names of two buffers that share memory, so that copies of them would not."""
+    spans = []
+    for name, buffer in buffers.items():
+        if buffer.numel() and not buffer.is_meta and buffer.layout is torch.strided:
+            start = buffer.storage_offset() * buffer.itemsize
+            steps = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+            spans.append((storage_id(buffer), start, start + (steps + 1) * buffer.itemsize, name))
+    pairs = pairwise(sorted(spans))
+    return next(((one[3], other[3]) for one, other in pairs if one[0] == other[0] and other[1] < one[2]), None)
+
+
+def _check_module(module: Any, call: Any) -> None:
+    if isinstance(module, nn.Module):
+        values: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+        if lazy := [name for name, value in values if is_lazy(value)]:
+            seen, instead = f"{lazy[0]}, which has no shape yet", "call the module once on inputs before that"
+        elif both := _overlapping(dict(module.named_buffers())):
+            seen, instead = f"buffers {both[0]} and {both[1]}, which share memory", "a clone() of one of them"
+        elif call is not None and not callable(call):
+            seen, instead = f"call={call!r:.60}, {kind_of(call)}", _CALL
+        else:
+            return
+        raise ProgramError(f"weft.stages.from_module({type(module).__name__}(...))", seen, instead)
     seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and not an nn.Module"
     instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
     if isinstance(module, type) and issubclass(module, nn.Module):
