@@ -37,8 +37,10 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         drawn = [generator for generator, get, put, state in draws if _differs(get(), state) and not put(state)]
     if changed:
         seen = f"{changed[0]} of the module changes while it runs, and a replay does not repeat that"
-        key = changed[0].rpartition(".")[2]
+        path, _, key = changed[0].rpartition(".")
         instead = f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module before"
+        if f"{key}_orig" in vars(module.get_submodule(path))["_parameters"]:
+            instead = "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned module"
     elif drawn:
         seen, instead = f"a draw from {drawn[0]}, which a replay does not repeat", "a draw from torch: torch.rand(...)"
     else:

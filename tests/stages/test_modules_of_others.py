@@ -71,20 +71,21 @@ def moved(inputs: dict[str, Any], by: int) -> dict[str, Any]:
     return {**inputs, **floats, **ids}
 
 
-def check_equal_to_itself(make: Callable[[], Any], inputs: dict[str, Any], training: bool) -> None:
+def check_equal_to_itself(make: Callable[[], Any], inputs: dict[str, Any], training: bool, device: str = "cpu") -> None:
     """Three calls of the stage and of its graph against the module: outputs, buffers, and the numbers drawn."""
     torch.manual_seed(0)
-    module = make().train(training).requires_grad_(False)
+    module = make().to(device).train(training).requires_grad_(False)
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
     made = from_module(copy.deepcopy(module))
     graph = graphify(made.stage)
     for way in (made.stage, graph):
         state, reference = clone(made.state), copy.deepcopy(module)
         for seed in range(3):
             torch.manual_seed(seed)
-            wanted, drawn = reference(**moved(inputs, seed)), torch.rand(1)
+            wanted, drawn = reference(**moved(inputs, seed)), torch.rand(1, device=device)
             torch.manual_seed(seed)
             state, out = way(made.params, state, moved(inputs, seed), None)
-            assert_equal(LAW, (out, torch.rand(1)), (wanted, drawn))
+            assert_equal(LAW, (out, torch.rand(1, device=device)), (wanted, drawn))
             assert_equal(f"{LAW}: buffers", state, dict(reference.named_buffers()))
     assert (graph.cache_info().captures, graph.cache_info().eager) == (1, 0)
 
@@ -92,11 +93,27 @@ def check_equal_to_itself(make: Callable[[], Any], inputs: dict[str, Any], train
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_of_transformers(name: str, training: bool) -> None:
+    make, inputs = of_transformers(name)
+    check_equal_to_itself(make, inputs, training)
+
+
+def of_transformers(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A small model, and inputs for it."""
     transformers = pytest.importorskip("transformers")
     config, arguments, inputs = TRANSFORMERS[name]
     ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "decoder_start_token_id": 0}
     made = getattr(transformers, config)(**arguments, **ends)
-    check_equal_to_itself(lambda: getattr(transformers, name)(made), inputs, training)
+    return lambda: getattr(transformers, name)(made), inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification", "ResNetModel"])
+def test_of_transformers_on_a_gpu(name: str, training: bool) -> None:
+    """Models whose eager run has the same kernels as the captured one, with a padded mask or without any."""
+    make, inputs = of_transformers(name)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        check_equal_to_itself(make, inputs, training, "cuda")
 
 
 def test_what_a_graph_cannot_hold_of_transformers_is_refused_with_a_remedy() -> None:

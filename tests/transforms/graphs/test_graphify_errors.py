@@ -3,7 +3,9 @@
 `test_refusals.py` has the table of all that a replay could not repeat.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -161,11 +163,25 @@ class Opaque:
         self.x = x
 
 
+@dataclass
+class Data:
+    x: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    x: Tensor
+
+
+REGISTER = "@weft.pytree above @attrs.frozen instead of @dataclass above Data; or its tensors"
 STATIC = "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
 FOREIGN: dict[str, tuple[Any, str, str]] = {
     "an array": (np.ones(2), "y is not a tensor and cannot be hashed (<any>)", "torch.from_numpy(array)"),
     "a numpy number": (np.float32(3), "y is a float32, <any>", "float(...) or int(...) of it"),
     "a module": (nn.Linear(2, 2), "y is a Linear, <any>", "its parameters, with torch.func.functional_call, <any>"),
+    "a mapping": (UserDict(x=1), "y is not a tensor and cannot be hashed (<any>)", "dict(...) of it"),
+    "a dataclass": (Data(torch.ones(2)), "y is not a tensor and cannot be hashed (<any>)", REGISTER),
+    "a frozen dataclass": (Frozen(torch.ones(2)), "y is a Frozen, <any>", REGISTER.replace("Data", "Frozen")),
     "an object": (Opaque(1), "y is an Opaque, which is neither a tensor, a plain value nor a pytree", STATIC),
 }
 

@@ -6,6 +6,7 @@
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import attrs
@@ -151,8 +152,10 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
                 is_tree = isinstance(value, tuple) and any(isinstance(part, dict | list) for part in value)
                 way = f", or take {name} out of static_argnames" if is_tree and name in dict(key.statics) else ""
                 instead = f"pass a tensor, or a hashable value (a tuple for a list){way}"
-                numpy = isinstance(value, tuple) and _is_numpy(value[-1])
-                raise CaptureError(call, seen, _instead_of(value[-1]) if numpy else instead) from None
+                leaf = value[-1] if isinstance(value, tuple) and value else value
+                is_container = isinstance(leaf, Mapping) or is_dataclass(leaf)
+                known = _is_numpy(leaf) or (is_container and name not in dict(key.statics))
+                raise CaptureError(call, seen, _instead_of(leaf) if known else instead) from None
         raise
 
 
@@ -196,6 +199,12 @@ def _instead_of(leaf: Any) -> str:
         return "torch.from_numpy(array)" if hasattr(leaf, "shape") and leaf.shape else "float(...) or int(...) of it"
     if isinstance(leaf, torch.nn.Module):
         return "its parameters, with torch.func.functional_call, or a stage of it (weft.stages.from_module)"
+    if isinstance(leaf, Mapping):
+        return "dict(...) of it"
+    if is_dataclass(leaf) and not attrs.has(type(leaf)):
+        return (
+            f"@weft.pytree above @attrs.frozen instead of @dataclass above {type(leaf).__name__}; or its tensors"
+        )
     return "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
 
 
