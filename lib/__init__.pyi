@@ -21,6 +21,7 @@ from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispat
 from .transforms.graphs.graphified import clear_caches as clear_caches
 from .transforms.graphs.graphify import graphify as graphify, piecewise as piecewise
 from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_ladder as make_ladder
+from .transforms.graphs.while_loop import while_loop as while_loop
 from .transforms.pipelines.microbatch import microbatch as microbatch, scan as scan
 from .transforms.pipelines.pipeline import compose as compose, pipeline as pipeline
 from .trees import axes as axes, descriptor_field as descriptor_field, pytree as pytree, static as static

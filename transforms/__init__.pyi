@@ -24,6 +24,7 @@ from .graphs.memory import (
     MemoryAnalysis as MemoryAnalysis,
     MemoryEstimate as MemoryEstimate,
 )
+from .graphs.while_loop import while_loop as while_loop
 from .pipelines.checker import check as check
 from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
 from .pipelines.events import Event as Event

@@ -29,6 +29,7 @@ from weft.transforms.graphs.backends.host_reads import (
     Refusals,
     compiling_fault,
 )
+from weft.transforms.graphs.backends.loops import Rehearsal, looping
 from weft.transforms.graphs.backends.operators import (
     COPY,
     ONLY_MEMORY,
@@ -137,6 +138,7 @@ class Audit(OperatorWatch):
             stack.enter_context(_without_cached_casts())
             stack.enter_context(hearing_scripts(self._refuse_script))
             stack.enter_context(self._host_reads)
+            stack.enter_context(looping(Rehearsal(self.random), inside=False))
             super().__enter__()
             stack.push(super().__exit__)
             self._entered = stack.pop_all()

@@ -28,7 +28,9 @@ from weft.torchapi.private import (
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.host_reads import refusal
+from weft.transforms.graphs.backends.loops import looping, split_in_loop
 from weft.transforms.graphs.backends.operators import is_sparse, tensors_in
+from weft.transforms.graphs.backends.while_nodes import WhileNodes
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.results import Outputs
 from weft.trees import tree_map
@@ -63,7 +65,8 @@ class Piece:
 
 @attrs.frozen(eq=False)
 class CudaRecording:
-    """The pieces of a capture, their outputs in the pool, and the tensors from outside that they read."""
+    """The pieces of a capture, their outputs in the pool, the tensors from outside that they read, and the memory pools
+    of their loops."""
 
     pieces: tuple[Piece, ...]
     outputs: Any
@@ -71,6 +74,7 @@ class CudaRecording:
     replay: Callable[[], None]
     nbytes: int
     driver_bytes: int
+    loop_pools: tuple[Any, ...] = ()
 
     @property
     def num_pieces(self) -> int:
@@ -110,6 +114,7 @@ class CudaBackend:
         self.pool = torch.cuda.graph_pool_handle()
         self.input_buffers = InputBufferPool()
         self._warmed_up: set[tuple[bool, int]] = set()
+        self._while_nodes = WhileNodes(device)
         self._generators: dict[int, torch.Generator] = {}
         self._stream_id = current_stream_id(self.stream.device_index)
         self._last_stream = self.stream.cuda_stream
@@ -156,25 +161,39 @@ class CudaBackend:
                 raise
             except RuntimeError:
                 pass  # perhaps a kernel that is not loaded yet, or a new generator; the eager run shows any other cause
-        audit.rehearse(fn)
+        with looping(self._while_nodes.rehearsal(audit)):
+            audit.rehearse(fn)
         self.stream.synchronize()
         self._generators.update((generator_id(g), g) for g in audit.random.generators)
         self._warmed_up.add(kind)
         try:
-            return self._record(fn, audit, split_at)
+            return self._record_or_unroll(fn, audit, split_at)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             fault = f"CUDA refused: {str(error).splitlines()[0]}"
             raise refusal(audit.call, fault, "move operations that wait for the device out of it", error) from error
 
+    def _record_or_unroll(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+        """Record a function; if that fails and it has loops, once more without conditional nodes."""
+        try:
+            return self._record(fn, audit, split_at)
+        except (CaptureError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if not self._while_nodes.recorded:
+                raise
+            self._while_nodes.give_up(str(error).splitlines()[0])
+            return self._record(fn, audit, split_at)
+
     def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
         audit.random.add_known(self._generators.values())
         audit.restart()
         free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
-        session = _Session(self.device, self.pool, split_at, audit)
+        session, loops = _Session(self.device, self.pool, split_at, audit), self._while_nodes.recorder(audit)
         try:
-            outputs = session.run(fn)
+            with looping(loops):
+                outputs = session.run(fn)
         except BaseException:
             # The allocator may consider the pool of a failed capture as still in use by a capture.
             self.pool = torch.cuda.graph_pool_handle()
@@ -183,7 +202,7 @@ class CudaBackend:
         driver = max(free - torch.cuda.mem_get_info(self.device)[0] - tensors, 0)
         pieces = tuple(session.pieces)
         external = tuple(audit.external.values())
-        return CudaRecording(pieces, outputs, external, _replay_of(pieces), tensors, driver)
+        return CudaRecording(pieces, outputs, external, _replay_of(pieces), tensors, driver, tuple(loops.pools))
 
     def release_output_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
         """Replace the outputs by tensors that do not own their memory; the graph keeps its pool alive."""
@@ -235,6 +254,8 @@ class _Session(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name not in self.split_at:
             return self.pass_on(func, args, kwargs)
+        if self.audit.random.repeats:
+            raise self.audit.refuse(*split_in_loop(func))
         self._end()
         # A capture only records, so the piece must run before the operator can read its values.
         self._run_last_piece()

@@ -152,6 +152,8 @@ def _fault(
 
 def _branching_fault(name: str) -> tuple[str, str]:
     instead = f"torch.where, with both branches computed; or call torch.{name} outside the function"
+    if name == "while_loop":
+        instead = "weft.while_loop(cond_fun, body_fun, carry), which a graph repeats"
     return f"torch.{name} chooses a branch, which a graph cannot do", instead
 
 

@@ -54,6 +54,7 @@ class Randomness:
         self._known: dict[int, _Known] = {}
         self.add_known((self.copy, *default, *(g for g in known if not _is_default(g))))
         self._recording = self._rehearsed = False
+        self.repeats = 0
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
@@ -109,6 +110,18 @@ class Randomness:
             self._first_use(generator)
         if may_draw(func):
             self.end()
+            if self.repeats:
+                fault = f"{func} draws random numbers in while_loop, the same ones in each step of a replay"
+                raise self.refuse(fault, "draw from a counter in the carry, or draw all numbers before the loop")
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Context of a part of a run that a replay may repeat, in which no operator may draw."""
+        self.repeats += 1
+        try:
+            yield
+        finally:
+            self.repeats -= 1
 
     def after_operator(self, func: Any) -> None:
         """Record the states that an operator leaves."""

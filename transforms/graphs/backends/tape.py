@@ -5,7 +5,7 @@ reads are refused, and torch reports during a capture that CUDA is capturing. A 
 break; so the laws can be tested without a GPU.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -22,9 +22,11 @@ from weft.torchapi.private import (
     set_grad_mode,
     storage_id,
     unowned,
+    unseen,
 )
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
+from weft.transforms.graphs.backends.loops import looping, split_in_loop
 from weft.transforms.graphs.backends.operators import (
     ONLY_MEMORY,
     TRANSFERS,
@@ -82,20 +84,68 @@ class Operation:
         return CaptureError(f"a replay of {self.func}", seen_text, "call that operator outside the graphified function")
 
 
+@attrs.frozen
+class Loop:
+    """Recorded operators that a replay repeats while a flag holds.
+
+    Args:
+        flag: [] bool, which the operators write.
+        operations: the operators of one step, and loops among them.
+        grad: whether grad mode was on.
+    """
+
+    flag: Tensor
+    operations: "tuple[Operation | Loop, ...]"
+    grad: bool
+
+    def run(self) -> None:
+        while bool(self.flag):
+            _run_all(self.operations)
+
+
+def _run_all(operations: "Sequence[Operation | Loop]") -> None:
+    for operation in operations:
+        set_grad_mode(operation.grad)
+        operation.run()
+
+
+def _flat(operations: "Sequence[Operation | Loop]") -> Iterator[Operation]:
+    for operation in operations:
+        if isinstance(operation, Loop):
+            yield from _flat(operation.operations)
+        else:
+            yield operation
+
+
 class _Recorder(OperatorWatch):
     """Records the operators of a function on a tape while it runs under the audit."""
 
     def __init__(self, audit: Audit, split_at: frozenset[str]) -> None:
         super().__init__()
         self.audit = audit
-        self.tape: list[Operation] = []
+        self.tape: list[Operation | Loop] = []
         self.split_at = split_at
         self.num_pieces = 1
         self.inference = False
         self.unwritten = UnwrittenMemory(audit.refuse, audit.asked_for)
         self._own: set[int] = set()
 
+    unable: str | None = None
+
+    def loop(self, flag: Tensor, step: Callable[[], None]) -> None:
+        """Record the operators of `step` on a tape of their own, which a replay repeats."""
+        outer, self.tape = self.tape, []
+        try:
+            with self.audit.random.repeated():
+                step()
+        finally:
+            inner, self.tape = self.tape, outer
+        with unseen():
+            self.tape.append(Loop(_alias(flag), tuple(inner), torch.is_grad_enabled()))
+
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.audit.random.repeats and func._schema.name in self.split_at:
+            raise self.audit.refuse(*split_in_loop(func))
         self.num_pieces += func._schema.name in self.split_at
         self.inference |= torch.is_inference_mode_enabled()
         result = self.pass_on(func, args, kwargs)
@@ -134,7 +184,7 @@ class _Recorder(OperatorWatch):
 
     def nbytes(self) -> int:
         """The bytes of the tensors that the function made and the tape keeps."""
-        tensors = tensors_in(*((o.args, o.kwargs, [t for _, t in o.computed]) for o in self.tape))
+        tensors = tensors_in(*((o.args, o.kwargs, [t for _, t in o.computed]) for o in _flat(self.tape)))
         sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
         return sum(size for storage, size in sizes.items() if storage in self._own)
 
@@ -159,7 +209,7 @@ def _has_address(value: Tensor) -> bool:
 class TapeRecording:
     """A tape and the tensors that it writes to. Pieces need no separate tapes, because operators replay one by one."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[Operation | Loop, ...]
     outputs: Any
     num_pieces: int
     nbytes: int
@@ -169,9 +219,7 @@ class TapeRecording:
     def replay(self) -> None:
         inference = torch.inference_mode() if self.inference else _NOTHING
         with BelowAutograd(), WithoutAutocast(), WithoutFunctionModes(), torch.no_grad(), inference:
-            for operation in self.operations:
-                set_grad_mode(operation.grad)
-                operation.run()
+            _run_all(self.operations)
 
 
 @attrs.frozen
@@ -205,7 +253,7 @@ class TapeBackend:
 def _record(fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> TapeRecording:
     recorder = _Recorder(audit, split_at)
     audit.restart()
-    with signal_capture(), audit.random.private_draws(), recorder, audit:
+    with signal_capture(), audit.random.private_draws(), recorder, looping(recorder), audit:
         outputs = fn()
         leaves = outputs.leaves if isinstance(outputs, Outputs) else tree_leaves(outputs)
         recorder.unwritten.check_read({storage_id(x) for x in leaves if isinstance(x, Tensor)})

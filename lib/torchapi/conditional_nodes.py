@@ -1,0 +1,137 @@
+"""WHILE nodes of CUDA graphs, by `cuda.bindings`: a part of a capture that repeats while a flag on the device holds.
+
+A small kernel copies the flag into the condition of the node, once before the node and once at the end of each
+repetition. It is compiled by NVRTC; the driver supplies `cudaGraphSetConditional`.
+"""
+
+import ctypes
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SOURCE = rb"""
+typedef __device_builtin__ unsigned long long cudaGraphConditionalHandle;
+extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
+extern "C" __global__ void set_condition(cudaGraphConditionalHandle handle, const bool *flag) {
+    cudaGraphSetConditional(handle, *flag ? 1u : 0u);
+}
+"""
+_LEAST_DRIVER = 12040
+
+
+def _checked(call: str, result: tuple[Any, ...]) -> list[Any]:
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"{call}: {getattr(error, 'name', error)}")
+    return values
+
+
+def why_unavailable(device: torch.device) -> str | None:
+    """The reason why a capture on this device can have no WHILE node; None if it can. It compiles the kernel, which is
+    not allowed during a capture."""
+    try:
+        with torch.cuda.device(device):
+            _kernel(torch.cuda.current_device())
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+@functools.cache
+def _bindings(name: str) -> Any:
+    return importlib.import_module(f"cuda.bindings.{name}")
+
+
+@functools.cache
+def _kernel(_: int) -> Any:
+    """The kernel on the current device, which has this number, and the module that holds it."""
+    driver, nvrtc, runtime = _bindings("driver"), _bindings("nvrtc"), _bindings("runtime")
+    (version,) = _checked("cudaDriverGetVersion", runtime.cudaDriverGetVersion())
+    if version < _LEAST_DRIVER:
+        raise RuntimeError(f"the driver supports CUDA {version}, and WHILE nodes need {_LEAST_DRIVER}")
+    torch.zeros((), device="cuda")  # makes the context
+    (program,) = _checked("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(_SOURCE, b"set_condition.cu", 0, [], []))
+    try:
+        compiled = nvrtc.nvrtcCompileProgram(program, 0, [])
+        if int(compiled[0]):
+            (size,) = _checked("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(program))
+            log = b" " * size
+            _checked("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(f"NVRTC: {' '.join(log.decode(errors='replace').split())[:300]}")
+        (size,) = _checked("nvrtcGetPTXSize", nvrtc.nvrtcGetPTXSize(program))
+        ptx = b" " * size
+        _checked("nvrtcGetPTX", nvrtc.nvrtcGetPTX(program, ptx))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    (module,) = _checked("cuModuleLoadData", driver.cuModuleLoadData(ptx))
+    (function,) = _checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, b"set_condition"))
+    return function, module
+
+
+def _set_condition(device: torch.device, handle: Any, flag: Tensor, stream: torch.cuda.Stream) -> None:
+    function, _ = _kernel(device.index)
+    arguments = (int(handle), flag.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)
+    launched = _bindings("driver").cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, arguments, 0)
+    _checked("cuLaunchKernel", launched)
+
+
+def repeat_while(flag: Tensor, step: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> None:
+    """Add a WHILE node to the capture of the current stream, which repeats `step` while `flag` holds.
+
+    Args:
+        flag: [] bool on the device; `step` writes it.
+        step: launches one repetition on the current stream.
+        stream: another stream, on which the repetition is captured.
+        pool: a `torch.cuda.MemPool` for its memory, which must live as long as the graph.
+
+    Raises:
+        RuntimeError: CUDA refuses the node. Then the capture around it has to end.
+    """
+    runtime, driver = _bindings("runtime"), _bindings("driver")
+    device, outer = flag.device, torch.cuda.current_stream(flag.device)
+    graph = _captured(runtime, outer)[0]
+    (handle,) = _checked("cudaGraphConditionalHandleCreate", runtime.cudaGraphConditionalHandleCreate(graph, 0, 0))
+    _set_condition(device, handle, flag, outer)
+    graph, dependencies = _captured(runtime, outer)
+    node, body = _add_node(driver, graph, dependencies, handle)
+    kept = runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
+    updated = runtime.cudaStreamUpdateCaptureDependencies(outer.cuda_stream, [node], None, 1, kept)
+    _checked("cudaStreamUpdateCaptureDependencies", updated)
+    mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+    begun = runtime.cudaStreamBeginCaptureToGraph(stream.cuda_stream, body, None, None, 0, mode)
+    _checked("cudaStreamBeginCaptureToGraph", begun)
+    try:
+        with torch.cuda.use_mem_pool(pool, device), torch.cuda.stream(stream):
+            step()
+            _set_condition(device, handle, flag, stream)
+    except BaseException:
+        runtime.cudaStreamEndCapture(stream.cuda_stream)
+        raise
+    _checked("cudaStreamEndCapture", runtime.cudaStreamEndCapture(stream.cuda_stream))
+
+
+def _captured(runtime: Any, stream: torch.cuda.Stream) -> tuple[Any, list[Any]]:
+    """The graph into which a stream is captured, and the nodes that the next one depends on."""
+    status, _, graph, dependencies, *_ = _checked(
+        "cudaStreamGetCaptureInfo", runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)
+    )
+    if status != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive:
+        raise RuntimeError(f"cudaStreamGetCaptureInfo: the stream is not capturing ({status})")
+    return graph, list(dependencies or ())
+
+
+def _add_node(driver: Any, graph: Any, dependencies: list[Any], handle: Any) -> tuple[Any, Any]:
+    """Add a WHILE node; returns it and its empty body."""
+    params = driver.CUgraphNodeParams()
+    params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    params.conditional.handle = handle
+    params.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+    params.conditional.size = 1
+    (params.conditional.ctx,) = _checked("cuCtxGetCurrent", driver.cuCtxGetCurrent())
+    added = driver.cuGraphAddNode(graph, dependencies, None, len(dependencies), params)
+    (node,) = _checked("cuGraphAddNode", added)
+    return node, params.conditional.phGraph_out[0]

@@ -1,0 +1,327 @@
+"""`while_loop`: it is the Python loop, eagerly, in graphs, in nested loops and under transforms."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import weft
+from weft.errors import CaptureError, ProgramError
+from weft.torchapi.conditional_nodes import why_unavailable
+from weft.transforms.graphs.backends.loops import Rehearsal
+from weft.transforms.graphs.backends.while_nodes import WhileNodes
+from weft.transforms.graphs.graphify import graphify, piecewise
+from weft.transforms.graphs.while_loop import while_loop
+from weft.transforms.pipelines.microbatch import scan
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def collatz(carry: Any) -> Any:
+    number, steps = carry
+    return torch.where(number % 2 == 0, number // 2, 3 * number + 1), steps + 1
+
+
+def is_above_1(carry: Any) -> Tensor:
+    above: Tensor = carry[0] > 1
+    return above
+
+
+def count_steps(number: Tensor, max_steps: int | None = None) -> Any:
+    return while_loop(is_above_1, collatz, (number, torch.zeros_like(number)), max_steps=max_steps)
+
+
+def python_loop(number: int, most: int | None = None) -> list[int]:
+    """The oracle, in Python's integers."""
+    steps = 0
+    while number > 1 and steps != most:
+        number, steps = number // 2 if number % 2 == 0 else 3 * number + 1, steps + 1
+    return [number, steps]
+
+
+def listed(made: Any) -> list[int]:
+    return [int(x) for x in made]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("most", [None, 1, 7, 200])
+def test_one_graph_is_the_python_loop_for_any_number_of_steps(device: str, most: int | None) -> None:
+    graph = graphify(lambda number: count_steps(number, most))
+    for number in (6, 27, 1, 97, 2, 0):
+        given = torch.tensor(number, device=device)
+        assert listed(count_steps(given, most)) == python_loop(number, most)
+        assert listed(graph(given)) == python_loop(number, most)
+    assert graph.cache_info().captures == 1
+
+
+def plus(carry: list[Tensor], amounts: list[int], order: list[int]) -> list[Tensor]:
+    return [carry[source] * 3 + amount for source, amount in zip(order, amounts, strict=True)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(-5, 5), min_size=1, max_size=4),
+    st.data(),
+    st.integers(-100, 100),
+    st.sampled_from((None, 1, 2, 5)),
+)
+def test_any_loop_on_integers_is_the_python_loop_and_scan_with_a_done_flag(
+    first: list[int], data: st.DataObject, bound: int, most: int | None
+) -> None:
+    count = len(first)
+    order = data.draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
+    amounts = data.draw(st.lists(st.integers(-3, 3), min_size=count, max_size=count))
+    longest, total = 6, 1  # the loop ends after so many steps, also if the sum stays below the bound
+
+    def cond(carry: Any) -> Tensor:
+        below: Tensor = (sum(carry[0]) < bound) & (carry[1] < longest)
+        return below
+
+    def body(carry: Any) -> Any:
+        return plus(carry[0], amounts, order), carry[1] + total
+
+    def start(values: list[Tensor]) -> Any:
+        return values, torch.zeros_like(values[0])
+
+    values, steps = list(first), 0
+    while sum(values) < bound and steps < longest and steps != most:
+        values, steps = [values[s] * 3 + a for s, a in zip(order, amounts, strict=True)], steps + 1
+
+    def flagged(_: Any, state: Any, batch: Any) -> Any:
+        carry, live, left = state
+        new = body(carry)
+        kept = [torch.where(live, b, a) for a, b in zip((*carry[0], carry[1]), (*new[0], new[1]), strict=True)]
+        carry = kept[:-1], kept[-1]
+        return (carry, live & cond(carry) & (left > 1), left - 1), None
+
+    given = [torch.tensor(value) for value in first]
+    begun = start(given)
+    state = begun, cond(begun), torch.tensor(longest if most is None else most)
+    scanned = scan(flagged, longest)(None, state, None)[0][0]
+    loop = lambda values: while_loop(cond, body, start(values), max_steps=most)  # noqa: E731
+    for made in (loop(given), graphify(loop)(given), scanned):
+        assert (listed(made[0]), int(made[1])) == (values, steps)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loops_nest(device: str) -> None:
+    def to_a_multiple(number: Tensor) -> Tensor:
+        return while_loop(lambda x: x % 7 != 0, lambda x: x + 1, number)
+
+    def thrice(number: Tensor) -> Any:
+        start = torch.zeros_like(number), number
+        return while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, to_a_multiple(c[1] + 1)), start)
+
+    graph = graphify(thrice)
+    for number in (3, 30, 49):
+        wanted = number
+        for _ in range(3):
+            wanted = -(-(wanted + 1) // 7) * 7
+        assert listed(graph(torch.tensor(number, device=device))) == [3, wanted]
+        assert listed(thrice(torch.tensor(number, device=device))) == [3, wanted]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_of_the_carry_change_places(device: str) -> None:
+    @graphify
+    def swapped(a: Tensor, b: Tensor, n: Tensor) -> Any:
+        return while_loop(lambda c: c[2] < n, lambda c: (c[1], c[0], c[2] + 1), (a, b, torch.zeros_like(n)))
+
+    a, b = torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0], device=device)
+    for n in (0, 1, 2, 5):
+        left, right, _ = swapped(a, b, torch.tensor(n, device=device))
+        assert (left.tolist(), right.tolist()) == (([3.0, 4.0], [1.0, 2.0]) if n % 2 else ([1.0, 2.0], [3.0, 4.0]))
+    assert (a.tolist(), b.tolist()) == ([1.0, 2.0], [3.0, 4.0])
+
+
+@weft.donates("state")
+def count_in_place(state: Any) -> Any:
+    histogram, at = state
+    histogram.index_add_(0, at, torch.ones_like(histogram[:1]))
+    at.add_(1)
+    return histogram, at
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_donated_carry_is_updated_in_place(device: str) -> None:
+    loop = graphify(lambda s: while_loop(lambda s: s[1].sum() < 4, count_in_place, s), donate_argnames="s")
+    state: Any = torch.zeros(5, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    address = state[0].data_ptr()
+    for times in (1, 2, 3):
+        state[1].zero_()
+        state = loop(state)
+        assert state[0].tolist() == [times] * 4 + [0]
+    assert state[0].data_ptr() == address
+    assert loop.cache_info().captures == 1
+
+
+@pytest.mark.gpu
+def test_memory_of_a_body_is_its_own() -> None:
+    """Work between two replays takes and frees memory; the body's addresses are not among it."""
+    w = torch.randn(256, 256, device="cuda") / 16
+
+    def loop(x: Tensor, n: Tensor) -> Tensor:
+        x = torch.relu(x) + 1
+        made = while_loop(
+            lambda c: c[1] < n, lambda c: ((c[0] @ w).sort(-1).values.tanh() + c[0], c[1] + 1), (x, torch.zeros_like(n))
+        )
+        return made[0].softmax(-1)
+
+    graph, x = graphify(loop), torch.randn(32, 256, device="cuda")
+    for n in (3, 0, 17, 1):
+        number = torch.tensor(n, device="cuda")
+        seen = graph(x, number)
+        junk = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(4)]
+        torch.testing.assert_close(graph(x, number), seen, rtol=0, atol=0)
+        torch.testing.assert_close(seen, loop(x, number))
+        del junk
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_while_nodes() -> None:
+    assert why_unavailable(torch.device("cuda", torch.cuda.current_device())) is None
+
+
+@pytest.mark.gpu
+def test_without_nodes_a_gpu_has_max_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("weft.transforms.graphs.backends.while_nodes.why_unavailable", lambda device: "an old driver")
+    graph, number = graphify(lambda number: count_steps(number, 9)), torch.tensor(27, device="cuda")
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert listed(graph(number)) == python_loop(27, 9)
+    assert "max_steps steps, since they cannot repeat: an old driver" in caplog.text
+    with pytest.raises(CaptureError, match="a graph that cannot repeat: an old driver"):
+        graphify(count_steps)(number)
+
+
+def test_without_a_gpu_the_nodes_say_why() -> None:
+    if not torch.cuda.is_available():
+        assert why_unavailable(torch.device("cuda", 0)) is not None
+
+
+def test_a_node_that_gave_up_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = WhileNodes(torch.device("cuda", 0))
+    with caplog.at_level(logging.WARNING, "weft"):
+        nodes.give_up("no room")
+    assert nodes.unable == "no room"
+    assert "graphs on cuda:0 have max_steps steps" in caplog.text
+
+
+def test_a_graph_that_cannot_repeat_has_max_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps after the last one keep the carry; without a bound it is refused."""
+    for looper in ("weft.transforms.graphs.backends.tape._Recorder", "weft.transforms.graphs.backends.loops.Rehearsal"):
+        monkeypatch.setattr(f"{looper}.unable", "a reason")
+    graph = graphify(lambda number: count_steps(number, 7))
+    for number in (27, 3, 1):
+        assert listed(graph(torch.tensor(number))) == python_loop(number, 7)
+    with pytest.raises(CaptureError) as error:
+        graphify(count_steps)(torch.tensor(3))
+    assert str(error.value).endswith(
+        "saw: a graph that cannot repeat: a reason\n"
+        "  instead: while_loop(..., max_steps=...), which the graph then has in full"
+    )
+
+
+def test_transforms_of_torch_func() -> None:
+    numbers = torch.tensor([6, 27, 1])
+    rows = torch.func.vmap(lambda number: count_steps(number, 20))(numbers)
+    assert [[int(x[i]) for x in rows] for i in range(3)] == [python_loop(int(n), 20) for n in numbers]
+    in_graph = graphify(lambda x: torch.func.vmap(lambda number: count_steps(number, 20))(x))(numbers)
+    assert [x.tolist() for x in in_graph] == [x.tolist() for x in rows]
+    power: Callable[[Tensor], Tensor] = lambda x: while_loop(lambda y: y < 100, lambda y: y * x, x)  # noqa: E731
+    assert torch.func.grad(power)(torch.tensor(3.0)).item() == 5 * 3.0**4
+    assert torch.func.grad(graphify(power))(torch.tensor(3.0)).item() == 5 * 3.0**4
+    x = torch.tensor(3.0, requires_grad=True)
+    graphify(power)(x).backward()
+    assert x.grad is not None
+    assert x.grad.item() == 5 * 3.0**4
+
+
+def test_a_listing_has_one_step() -> None:
+    listing = graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x)).lower(torch.ones(2)).as_text()
+    assert listing.count("aten::mul") == 1
+    assert isinstance(Rehearsal.unable, type(None))
+
+
+X = torch.ones(2)
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a Python condition": (
+        lambda: graphify(lambda x: while_loop(lambda c: True, lambda c: c, x))(X),
+        ProgramError,
+        "while_loop(<lambda>, <lambda>, init_val)\n  saw: cond_fun returned a bool\n"
+        "  instead: a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()",
+    ),
+    "a condition of two rows": (
+        lambda: while_loop(lambda c: c > 0, lambda c: c, X),
+        ProgramError,
+        "saw: cond_fun returned bool of shape (2,)",
+    ),
+    "a condition that counts": (
+        lambda: while_loop(lambda c: c.sum(), lambda c: c, X),
+        ProgramError,
+        "saw: cond_fun returned float32 of shape ()",
+    ),
+    "another shape": (
+        lambda: while_loop(lambda c: c.sum() > 0, lambda c: c[:1], X),
+        ProgramError,
+        "saw: body_fun returned leaf (the whole) of shape (1,), float32 on 'cpu', which was shape (2,), float32 on "
+        "'cpu'\n  instead: the carry's structure, shapes and dtypes",
+    ),
+    "another dtype": (
+        lambda: graphify(lambda x: while_loop(lambda c: c.sum() > 0, lambda c: c.double(), x))(X),
+        ProgramError,
+        "saw: body_fun returned leaf (the whole) of shape (2,), float64 on 'cpu', which was",
+    ),
+    "another structure": (
+        lambda: while_loop(lambda c: c[0].sum() > 0, lambda c: [*c], (X, X)),
+        ProgramError,
+        "saw: body_fun returned another structure",
+    ),
+    "a Python number that changes": (
+        lambda: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0], c[1] + 1), (X, 0)),
+        ProgramError,
+        "saw: body_fun returned leaf [1] as 1, which was 0: what changes must be a tensor",
+    ),
+    "no bound": (lambda: while_loop(is_above_1, collatz, X, max_steps=0), ProgramError, "saw: max_steps=0"),
+    "no function": (lambda: while_loop(X, collatz, X), ProgramError, "saw: cond_fun of shape [2]"),  # type: ignore[arg-type]
+    "a draw": (
+        lambda: graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c + torch.rand(2), x))(X),
+        CaptureError,
+        "draws random numbers in while_loop, the same ones in each step of a replay",
+    ),
+    "a host read": (
+        lambda: graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c + c.sum().item(), x))(X),
+        CaptureError,
+        "saw: Tensor.item reads a tensor on the host",
+    ),
+    "a split operator": (
+        lambda: piecewise(
+            lambda x: while_loop(lambda c: c.sum() < 9, lambda c: torch.sort(c).values + 1, x), split_at="aten::sort"
+        )(X),
+        CaptureError,
+        "aten.sort.default, at which the graph is split, inside while_loop",
+    ),
+    "rows that end at different times": (
+        lambda: torch.func.vmap(count_steps)(torch.tensor([3, 1])),
+        ProgramError,
+        "instead: while_loop(..., max_steps=...), which then runs so many steps; or the loop outside the transform",
+    ),
+    "rows in place": (
+        lambda: torch.func.vmap(
+            lambda x: while_loop(lambda s: s[1].sum() < 4, count_in_place, (X.clone(), x), max_steps=2)
+        )(torch.tensor([[0], [3]])),
+        ProgramError,
+        "saw: a body that updates its carry in place, which steps after the last one cannot undo",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_loop_is_refused(case: str) -> None:
+    call, kind, said = REFUSED[case]
+    with pytest.raises(kind) as error:
+        call()
+    assert said in str(error.value)

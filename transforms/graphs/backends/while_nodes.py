@@ -1,0 +1,96 @@
+"""Loops in CUDA graphs: conditional nodes, which repeat a part of a graph without the host."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.torchapi.conditional_nodes import repeat_while, why_unavailable
+from weft.transforms.graphs.backends.audit import Audit
+
+_LOG = logging.getLogger("weft")
+
+
+class WhileNodes:
+    """The WHILE nodes of a device's captures. If it cannot have any, graphs have `max_steps` steps in their place.
+
+    A loop's step is captured on a stream of its own, into a memory pool of its own: nothing else allocates there, so
+    that its addresses stay as they are from one repetition to the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.unable: str | None = None
+        self.recorded = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def rehearsal(self, audit: Audit) -> "Rehearsed":
+        """What runs the steps of loops in the rehearsal of a capture."""
+        return Rehearsed(self, audit)
+
+    def recorder(self, audit: Audit) -> "Recorded":
+        """What records the loops of one capture."""
+        self.recorded = 0
+        return Recorded(self, audit)
+
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which steps are captured."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    def give_up(self, reason: str) -> None:
+        """Make all later graphs have `max_steps` steps, and log why."""
+        self.unable = reason
+        _LOG.warning("while_loop: graphs on %s have max_steps steps, since they cannot repeat: %s", self.device, reason)
+
+
+class Rehearsed:
+    """Runs each loop's step once, on the stream on which it is then captured: libraries make their workspaces there."""
+
+    def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
+        self.nodes, self._audit = nodes, audit
+
+    @property
+    def unable(self) -> str | None:
+        if self.nodes.unable is None and (reason := why_unavailable(self.nodes.device)) is not None:
+            self.nodes.give_up(reason)
+        return self.nodes.unable
+
+    def loop(self, _: Tensor, step: Callable[[], None]) -> None:
+        stream, current = self.nodes.stream(), torch.cuda.current_stream(self.nodes.device)
+        with self._audit.random.repeated():
+            if stream == current:  # inside another loop
+                step()
+                return
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                step()
+            current.wait_stream(stream)
+
+
+class Recorded:
+    """Records each loop as a WHILE node of the capture under way, and holds the memory of their steps."""
+
+    def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
+        self.nodes, self._audit = nodes, audit
+        self.pools: list[Any] = []
+        self.depth = 0
+
+    @property
+    def unable(self) -> str | None:
+        return self.nodes.unable
+
+    def loop(self, flag: Tensor, step: Callable[[], None]) -> None:
+        self.nodes.recorded += 1
+        pool = torch.cuda.MemPool()
+        self.pools.append(pool)
+        stream = self.nodes.stream() if not self.depth else torch.cuda.Stream(self.nodes.device)
+        self.depth += 1
+        try:
+            with self._audit.random.repeated():
+                repeat_while(flag, step, stream, pool)
+        finally:
+            self.depth -= 1
