@@ -12,6 +12,7 @@ from weft.arguments.checks import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.display.summary import Summarized
 from weft.errors import DescriptorError
+from weft.outputs import PerToken
 from weft.splitting import cut_sized, find_bounds, read_starts
 from weft.torchapi.private import to_device
 from weft.trees import axes, descriptor_field, pytree
@@ -60,6 +61,8 @@ class Batch(Summarized):
             width, as transformers' `get_rope_index` returns them; -1 for a token whose position in all three is its
             place in the request plus the request's `mrope_position_deltas` in the state, as for every decode token.
             None: all are such tokens. Only the first stage takes it.
+        token_extras: [num_tokens, ...] by name, the inputs of its own that each token of a prompt has for stages that
+            take some; a name that is not here has its default for all tokens.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -71,6 +74,7 @@ class Batch(Summarized):
     targets: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
     inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
     positions: Tensor | None = attrs.field(default=None, metadata=axes(None, "num_tokens", pad=IN_ORDER))
+    token_extras: dict[str, PerToken] = attrs.field(factory=dict)
 
     @classmethod
     def decode(
@@ -270,6 +274,7 @@ class ResolvedBatch(Summarized):
         extras: [num_reqs, ...] by name: each request's own inputs for stages that take some; the defaults for padding.
         carried: [num_reqs, ...] by name: what each request carries from the token before its first one in this batch
             (`weft.stages.carry`); the defaults for padding.
+        token_extras: [num_tokens, ...] by name: each token's own inputs for stages that take some.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -285,6 +290,7 @@ class ResolvedBatch(Summarized):
     active_adapters: Tensor | None = None
     extras: dict[str, Tensor] = attrs.field(factory=dict)
     carried: Mapping[str, Tensor] = attrs.field(factory=dict)
+    token_extras: dict[str, Tensor] = attrs.field(factory=dict)
 
     def per_token(self, values: Tensor) -> Tensor:
         """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...]."""

@@ -15,7 +15,7 @@ from weft.proofs.strategies.engine.agreement import conversations
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engine.engines import loads, small_model
 from weft.proofs.strategies.engine.odd import odd_loads
-from weft.proofs.strategies.engine.own_stages import own_stages, request_extras
+from weft.proofs.strategies.engine.own_stages import own_stages, patched_stages, request_extras, token_patches
 from weft.transforms.graphs.ladder import MODES
 
 
@@ -209,6 +209,13 @@ def _own_stages(data: st.DataObject, device: str) -> None:
     laws.own_stages_serve_as_alone(load, stages, [data.draw(request_extras(model)) for _ in load.calls], device)
 
 
+def _patched(data: st.DataObject, device: str) -> None:
+    load, model = data.draw(loads(adapters=False)), small_model()
+    stages = data.draw(patched_stages(model.config.num_layers))
+    patches = [data.draw(token_patches(model, len(call.prompt))) for call in load.calls]
+    laws.own_stages_serve_as_alone(load, stages, patches, device)
+
+
 def _faulty(data: st.DataObject, device: str) -> None:
     laws.faults_end_their_own_request(data.draw(odd_loads()))
 
@@ -299,6 +306,7 @@ LAWS = (
     Law("L18", "requests are served in turn, and end", _in_turn),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
     Law("L21", "own stages serve as alone", _own_stages, weight=0.5),
+    Law("L21", "own stages serve as alone, with inputs of tokens", _patched, weight=0.5),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),

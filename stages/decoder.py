@@ -66,6 +66,7 @@ def decoder_stage(
     layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
     captures: Mapping[str, Tensor] | None = None,
     carries: Mapping[str, Tensor] | None = None,
+    token_extras: Mapping[str, Tensor] | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -79,6 +80,7 @@ def decoder_stage(
             `drafting`, and every step verifies.
         attention, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
         captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
+        token_extras: the default values of inputs that tokens have of their own, on the stage's device.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -86,7 +88,7 @@ def decoder_stage(
     Raises:
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
-    own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}}
+    own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}, "token_extras": token_extras or {}}
     functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own)
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
 
@@ -99,6 +101,8 @@ def decoder_stage(
     ) -> tuple[State, IntermediateTensors | Output]:
         _check_call(name, layout, params, batch, x, section is not None)
         resolved = _resolved(state, batch)
+        if functions.token_extras:
+            resolved = attrs.evolve(resolved, token_extras=_token_extras(name, functions.token_extras, batch))
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
         if x is not None and x.input_ids is not None:
             batch = attrs.evolve(batch, input_ids=x.input_ids)
@@ -154,6 +158,15 @@ def _carried(name: str, state: State, batch: ResolvedBatch, sown: Sown, alone: b
     sown.check_carried(alone)
     carried = state.carried.write(batch, state.kv_pages.shape[3], sown.carried)
     return state if carried is state.carried else attrs.evolve(state, carried=carried)
+
+
+def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """The inputs [num_tokens, ...] that each token of the batch has of its own."""
+    if others := batch.token_extras.keys() - defaults.keys():
+        known = f"the names that the stages declare: {', '.join(map(repr, defaults))}"
+        raise DescriptorError(f"{name}(params, state, batch, x)", f"token_extras of {sorted(others)}", known)
+    given, count = batch.token_extras, len(batch.input_ids)
+    return {key: given[key].values if key in given else x.expand(count, *x.shape) for key, x in defaults.items()}
 
 
 def _resolved(state: State, batch: Batch) -> ResolvedBatch:

@@ -60,6 +60,8 @@ class StageFunctions:
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.
+        token_extras: the default value, by name, of each input that a token of a prompt has of its own; generated
+            tokens have the default. The functions read the values in `batch.token_extras[name]` [num_tokens, ...].
         captures: for the name of each value that the functions capture of a token (`sow`), an example of one.
         carries: for the name of each value that a request carries from token to token (`carry`), the value before its
             first one. The functions read what comes from the token before the batch in `batch.carried[name]`
@@ -79,6 +81,7 @@ class StageFunctions:
     extras: Mapping[str, Tensor] = attrs.field(factory=dict)
     captures: Mapping[str, Tensor] = attrs.field(factory=dict)
     carries: Mapping[str, Tensor] = attrs.field(factory=dict)
+    token_extras: Mapping[str, Tensor] = attrs.field(factory=dict)
     prefix_caching: str | None = None
 
     @property
@@ -90,7 +93,8 @@ class StageFunctions:
         named = {name: getattr(self, name) for name in ("attention", "feed_forward", "norm", "logits")}
         named |= {f"layer {index}": change for index, change in sorted(self.layers.items())}
         parts = [f"{name}={name_of(f)}" for name, f in named.items() if f is not None]
-        for kind, tensors in (("extra", self.extras), ("captured", self.captures), ("carried", self.carries)):
+        kinds = ("extra", self.extras), ("token extra", self.token_extras)
+        for kind, tensors in (*kinds, ("captured", self.captures), ("carried", self.carries)):
             parts += [f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())]
         parts += [] if self.prefix_caching is None else [f"prefix_caching={self.prefix_caching}"]
         return ", ".join(parts) or "the decoder's own"
@@ -108,7 +112,8 @@ def name_of(f: Any) -> str:
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
     """Raise ProgramError for what is not a function, and for layers that the model does not have."""
     given = attrs.asdict(functions, recurse=False)
-    others = {name: given.pop(name) for name in ("layers", "extras", "captures", "carries", "prefix_caching")}
+    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching"
+    others = {name: given.pop(name) for name in names}
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
         lambda found: (
@@ -118,6 +123,10 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer: layers={{0: f}}",
     )
     rules["extras"] = _are_tensors, "a dict of the default values by name: extras={'vector': torch.zeros(hidden_size)}"
+    rules["token_extras"] = (
+        _are_tensors,
+        "a dict of one token's default by name: token_extras={'patch': torch.zeros(n)}",
+    )
     rules["captures"] = _are_tensors, "a dict of examples by name: captures={'hidden': torch.zeros(hidden_size)}"
     rules["carries"] = _are_tensors, "a dict of the values before the first token: carries={'sum': torch.zeros(())}"
     rules["prefix_caching"] = (
@@ -127,12 +136,16 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     check_values(call, rules, {**given, **others}, ProgramError)
 
 
-def check_policy(call: str, functions: StageFunctions) -> None:
-    """Raise ProgramError for a policy under which captures or carries would lack found tokens."""
+def check_together(call: str, functions: StageFunctions) -> None:
+    """Raise ProgramError for a policy under which captures or carries would lack found tokens, and for a name that both
+    requests and their tokens have an input of."""
     own, captures, carries = functions.prefix_caching, bool(functions.captures), bool(functions.carries)
+    with_policy = f"{call} with prefix_caching={own!r}"
+    if both := sorted(functions.extras.keys() & functions.token_extras.keys()):
+        seen, instead = f"{both[0]!r} in extras and in token_extras", "another name for one of them"
+        raise ProgramError(call, seen, instead)
     if own == "full" and (captures or carries):
-        what = "captures" if captures else "carries"
-        seen = f"{what}, which skipped tokens do not have"
+        seen = f"{'captures' if captures else 'carries'}, which skipped tokens do not have"
         instead = "prefix_caching='recompute' or 'none'"
     elif own == "snapshot" and captures:
         seen, instead = "captures, which skipped tokens do not have", "prefix_caching='recompute' or 'none'"
@@ -140,7 +153,7 @@ def check_policy(call: str, functions: StageFunctions) -> None:
         seen, instead = "no carries, so that there is nothing to keep", "carries={name: default}, or leave it out"
     else:
         return
-    raise ProgramError(f"{call} with prefix_caching={own!r}", seen, instead)
+    raise ProgramError(with_policy, seen, instead)
 
 
 def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *args: Any) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from weft.stages.functions import (
     StageFunctions,
     Transform,
     check_functions,
-    check_policy,
+    check_together,
     name_of,
     transformed,
 )  # fmt: skip
@@ -126,6 +126,7 @@ class Model:
         extras: Mapping[str, Tensor] | None = None,
         captures: Mapping[str, Tensor] | None = None,
         carries: Mapping[str, Tensor] | None = None,
+        token_extras: Mapping[str, Tensor] | None = None,
         prefix_caching: str | None = None,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
@@ -146,6 +147,9 @@ class Model:
                 of one, such as `{"hidden": torch.zeros(hidden_size)}`.
             carries: the values before a request's first token, by name, of what the functions carry from token to token
                 (`weft.stages.carry`), and find in `batch.carried` [num_reqs, ...].
+            token_extras: the same as `extras` for each token of a prompt, which the functions find in
+                `batch.token_extras` [num_tokens, ...]: a request gives [tokens of its prompt, ...] in the same
+                `engine.add(..., extras=...)`, and the tokens that it generates have the default.
             prefix_caching: `"full"`, `"recompute"`, `"snapshot"` or `"none"`: what is done with tokens that the prefix
                 cache has, which need not be computed, and so are neither captured nor carried through
                 (`weft.stages.StageFunctions`). None: the model's own; requests of one with captures or carries share no
@@ -167,22 +171,22 @@ class Model:
         check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
         tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
+        tensors["token_extras"] = token_extras or {}
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
         check_functions(call, new, self.config.num_layers)
-        defaults, starts = (
-            {name: x.detach().clone() for name, x in own.items()} for own in (new.extras, new.carries)
-        )  # the user may change theirs
+        copies: dict[str, Any] = {}
+        for kind in ("extras", "token_extras", "carries"):  # copies: the user may change theirs
+            own = {name: x.detach().clone() for name, x in tensors[kind].items()}
+            copies[kind] = {**getattr(self.functions, kind), **own}
         merged = {index: _after(self.functions.layers.get(index), change) for index, change in new.layers.items()}
         functions = attrs.evolve(
             self.functions,
             layers={**self.functions.layers, **merged},
-            extras={**self.functions.extras, **defaults},
             captures={**self.functions.captures, **new.captures},
-            carries={**self.functions.carries, **starts},
             prefix_caching=prefix_caching or self.functions.prefix_caching,
-            **{name: f for name, f in given.items() if f is not None},
+            **{name: f for name, f in (*given.items(), *copies.items()) if f is not None},
         )
-        check_policy(call, functions)
+        check_together(call, functions)
         more = () if transform is None else (transform,)
         return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
 
@@ -199,6 +203,7 @@ class Model:
         """
         names = {f.name for f in attrs.fields(StageFunctions)} - {"extras", "prefix_caching"}
         own = {name: getattr(self.functions, name) for name in names}
+        own["token_extras"] = {name: x.to(self.device) for name, x in self.functions.token_extras.items()}
         options: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs, "num_drafts": num_drafts}
         stage = decoder_stage(self.config, layout, **options, **own)
         for transform in self.transforms:

@@ -17,8 +17,9 @@ from weft.stages.sown import Sown
 from weft.state import State, admit, resolve
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.prompts import RequestExtras
+from weft.transforms.engine.prompts import RequestExtras, with_token_extras
 from weft.transforms.engine.requests import salt
+from weft.transforms.engine.step import batch_token_extras
 
 _REQUESTS, _STEP = "weft.transforms.engine.requests", "weft.transforms.engine.step"
 _SCHEDULER = "weft.transforms.engine.scheduler"
@@ -139,7 +140,37 @@ def _carried(name: str, method: str, bug: Any) -> Mutant:
     return Mutant(name, _OWN, partial(mock.patch.object, Carried, method, bug))
 
 
-_OWN, _DECODER = find("L21"), "weft.stages.decoder"
+def _without_digests(content: Any, defaults: Any, given: Any, num_tokens: int) -> Any:
+    """The inputs of a prompt's tokens are no part of its pages' names."""
+    found = with_token_extras(content, defaults, given, num_tokens)
+    return None if found is None else attrs.evolve(found, contents=(b"",) * num_tokens)
+
+
+def _from_the_first(given: Any, starts: Any, token_ids: Any, device: Any) -> Any:
+    """A chunk of a prompt has the inputs of the prompt's first tokens."""
+    return batch_token_extras(given, [0] * len(starts), token_ids, device)
+
+
+def _on_the_first_stage(self: Batch) -> Batch:
+    found = _AFTER_FIRST(self)
+    return attrs.evolve(found, token_extras={}) if found.token_extras else found
+
+
+_AFTER_FIRST = Batch.after_first
+
+
+def _last_for_the_rest(given: Any, starts: Any, token_ids: Any, device: Any) -> Any:
+    """Tokens without inputs of their own have those of a prompt's last token."""
+    held = [own and attrs.evolve(own, token_extras=_ending_twice(own.token_extras)) for own in given]
+    return batch_token_extras(held, starts, token_ids, device)
+
+
+def _ending_twice(extras: Any) -> dict[str, Tensor]:
+    return {name: torch.cat((own[:-1], own[-2:-1])) for name, own in extras.items()}
+
+
+_OWN, _DECODER = find("L21", "own stages serve as alone"), "weft.stages.decoder"
+_OF_TOKENS = find("L21", "with inputs of tokens")
 
 OWN_STAGES = (
     Mutant("a request has the extras of its neighbour", _OWN, replace(_DECODER, "resolve", _of_the_row_below)),
@@ -161,4 +192,16 @@ OWN_STAGES = (
     _carried("a snapshot is of another page", "admit", _of_the_first_page),
     _carried("what is carried stays in the row of its request", "admit", _not_started),
     _carried("what is carried is the neighbour's", "read", _of_the_neighbour),
+    Mutant(
+        "a page is known without its tokens' inputs",
+        _OF_TOKENS,
+        replace("weft.transforms.engine.inputs", "with_token_extras", _without_digests),
+    ),
+    Mutant("a chunk has the first tokens' inputs", _OF_TOKENS, replace(_STEP, "batch_token_extras", _from_the_first)),
+    Mutant("other tokens have the last input", _OF_TOKENS, replace(_STEP, "batch_token_extras", _last_for_the_rest)),
+    Mutant(
+        "inputs of tokens reach the first stage alone",
+        _OF_TOKENS,
+        partial(mock.patch.object, Batch, "after_first", _on_the_first_stage),
+    ),
 )

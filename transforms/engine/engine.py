@@ -146,8 +146,8 @@ class Engine:
                 returns those that may be next (`weft.transforms.engine.inputs.Mask`); None: any token. Each token waits
                 until the one before has been read, so such a request does not run ahead, and has no drafts. If the
                 function raises or allows nothing, this request alone ends with an error.
-            extras: the request's own inputs for the model's stages, by name (`model.with_stages(..., extras=...)`);
-                names that it leaves out have the model's defaults.
+            extras: the request's own inputs for the model's stages, by name (`model.with_stages(..., extras=...)`), and
+                those of its prompt's tokens (`token_extras=...`); names that it leaves out have the model's defaults.
 
         Returns:
             The id.

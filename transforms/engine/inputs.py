@@ -18,7 +18,7 @@ from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
-from weft.transforms.engine.prompts import EmbedsPrompt, check_extras, read_content
+from weft.transforms.engine.prompts import EmbedsPrompt, check_extras, read_content, with_token_extras
 from weft.transforms.engine.requests import Request, request_seed, sample_seeds
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
@@ -123,7 +123,8 @@ class RequestBuilder:
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
                 content = read_content(prompt)
         with blamed(call, "extras={name: a dense tensor that can be read on the host}"):
-            own = check_extras(call, self.model.functions.extras, extras)
+            own, of_tokens = check_extras(call, self.model.functions, extras, len(ids))
+            content = with_token_extras(content, self.model.functions.token_extras, of_tokens, len(ids))
         captured, policy = bool(self.model.functions.captures), self.model.functions.policy
         first = Request(name, ids, most, params, priority, slot, content, mask is not None, own, captured, policy)
         seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)

@@ -143,6 +143,10 @@ class Speculation:
                 lambda own: not own,
                 "a draft model whose functions carry nothing: it reads drafts that may be wrong",
             ),
+            "the draft model's token_extras": (
+                lambda own: not own,
+                "a draft model whose functions take no inputs of tokens: they go to the model alone",
+            ),
             "the draft model": (
                 lambda own: not first or (isinstance(own, Model) and (own.device, own.layout.num_stages) == place),
                 f"weft.load(folder, {str(model.device)!r}), whole and beside {model!r}",
@@ -155,6 +159,7 @@ class Speculation:
                 "the draft model's vocab_size": self.config.vocab_size,
                 "the draft model's extras": own.extras.keys(),
                 "the draft model's carries": own.carries.keys(),
+                "the draft model's token_extras": own.token_extras.keys(),
                 "the draft model": self.model,
             },
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values, is_int
 from weft.batch import EMBEDDED
 from weft.display.summary import Summarized
+from weft.stages.functions import StageFunctions
 from weft.stages.model import Model
 from weft.stages.rope import mrope_position_delta
 
@@ -99,19 +100,23 @@ class EmbedsPrompt(Summarized):
 
 @attrs.frozen
 class PromptContent:
-    """A prompt's embeddings and positions, which token ids do not tell. Equal when their contents are equal.
+    """A prompt's embeddings, positions and inputs of its tokens, which token ids do not tell. Equal when their contents
+    are equal.
 
     Args:
         inputs_embeds, positions: as in `weft.EmbedsPrompt`; the positions are on the host.
         delta: position minus index, for each token after the prompt.
         contents: for each token of the prompt, what its keys and values depend on besides its id: the digest of its
-            embedding, and its positions where they differ from its index. Empty for a plain text token.
+            embedding, its positions where they differ from its index, and the digest of its inputs where they differ
+            from the defaults. Empty for a plain text token.
+        token_extras: [n + 1, ...] by name: each token's inputs for the model's stages; the last row is the default.
     """
 
     inputs_embeds: Tensor | None = attrs.field(eq=False, repr=False)
     positions: Tensor | None = attrs.field(eq=False, repr=False)
     delta: int
     contents: tuple[bytes, ...] = attrs.field(repr=False)
+    token_extras: Mapping[str, Tensor] = attrs.field(factory=dict, eq=False, repr=False)
 
     def content(self, start: int, stop: int) -> bytes:
         """What the keys and values of the request's tokens `start:stop` depend on besides their ids."""
@@ -137,8 +142,8 @@ def read_content(prompt: EmbedsPrompt) -> PromptContent:
     positions = None if positions is None else positions.cpu().clone()
     texts = [b""] * len(ids)
     if embeds is not None:
-        rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
-        texts = [_digest(row) if token == EMBEDDED else b"" for row, token in zip(rows, ids, strict=True)]
+        rows = zip(_bytes_of(embeds), ids, strict=True)
+        texts = [_digest(row) if token == EMBEDDED else b"" for row, token in rows]
     if positions is not None:
         places = (position_content(index, own) for index, own in enumerate(positions.T.tolist()))
         texts = [text + place for text, place in zip(texts, places, strict=True)]
@@ -163,42 +168,84 @@ class RequestExtras:
     digest: bytes
 
 
-def check_extras(call: str, defaults: Mapping[str, Tensor], given: Any) -> RequestExtras | None:
-    """A request's extras, copied to the host; None if it has none.
+def check_extras(
+    call: str, functions: StageFunctions, given: Any, num_tokens: int
+) -> tuple[RequestExtras | None, dict[str, Tensor]]:
+    """A request's extras, and those of its tokens, copied. None, and an empty dict, if it has none.
 
     Args:
-        defaults: the model's extras by name.
+        functions: the model's, with the defaults by name.
         given: what the user passed.
+        num_tokens: of the request's prompt.
 
     Raises:
         RequestError: a name that the model does not have, or a value of another shape or dtype.
     """
     if not given:
         check_values(call, {"extras": _EXTRAS}, {"extras": given})
-        return None
-    known = ", ".join(map(repr, defaults)) or "none: model.with_stages(..., extras={name: default})"
+        return None, {}
+    defaults, of_tokens = functions.extras, functions.token_extras
+    known = ", ".join(map(repr, (*defaults, *of_tokens))) or "none: model.with_stages(..., extras={name: default})"
     names: Rule = (
-        lambda own: isinstance(own, Mapping) and own.keys() <= defaults.keys(),
+        lambda own: isinstance(own, Mapping) and own.keys() <= {*defaults, *of_tokens},
         f"a dict of the model's extras by name: {known}",
     )
     check_values(call, {"extras": names}, {"extras": given})
-    rules = {name: _like(defaults[name]) for name in given}
+    rules = {name: _like(defaults[name]) for name in given.keys() & defaults}
+    rules |= {name: _like(of_tokens[name], num_tokens) for name in given.keys() & of_tokens}
     check_values(call, rules, given)
-    values = {name: given[name].detach().to("cpu", copy=True) for name in sorted(given)}
+    tokens = {name: given[name].detach().clone() for name in of_tokens if name in given}
+    values = {name: given[name].detach().to("cpu", copy=True) for name in sorted(given.keys() - tokens.keys())}
+    if not values:
+        return None, tokens
     digest = hashlib.blake2b(digest_size=16)
     for name, value in values.items():
         digest.update(b"%d:%s;" % (len(name), name.encode()))
-        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return RequestExtras(values, digest.hexdigest().encode())
+        digest.update(_bytes_of(value.reshape(1, -1))[0].tobytes())
+    return RequestExtras(values, digest.hexdigest().encode()), tokens
+
+
+def with_token_extras(
+    content: PromptContent | None, defaults: Mapping[str, Tensor], given: Mapping[str, Tensor], num_tokens: int
+) -> PromptContent | None:
+    """A prompt's content with the inputs of its tokens; itself if none are given.
+
+    Args:
+        content: its embeddings and positions; None: there are none.
+        defaults: the model's, by name.
+        given: [num_tokens, ...] by name; another name has its default for all tokens.
+    """
+    if not given:
+        return content
+    content = content or PromptContent(None, None, 0, (b"",) * num_tokens)
+    rows, texts = dict[str, Tensor](), [hashlib.blake2b(digest_size=16) for _ in range(num_tokens)]
+    differs = [False] * num_tokens
+    for name, default in sorted(defaults.items()):
+        last = default[None].to(given[name].device if name in given else "cpu")
+        rows[name] = torch.cat((given.get(name, last.expand(num_tokens, *default.shape)), last))
+        whole = _bytes_of(rows[name].flatten(1) if default.dim() else rows[name][:, None])
+        for index, (text, row) in enumerate(zip(texts, whole, strict=False)):
+            text.update(row.tobytes())
+            differs[index] |= bool((row != whole[-1]).any())
+    more = (b"#" + text.hexdigest().encode() if own else b"" for text, own in zip(texts, differs, strict=True))
+    contents = tuple(before + after for before, after in zip(content.contents, more, strict=True))
+    return attrs.evolve(content, contents=contents, token_extras=rows)
+
+
+def _bytes_of(rows: Tensor) -> Any:
+    """The bytes of each row of a tensor [n, ...], as an array on the host."""
+    return rows.cpu().contiguous().view(torch.uint8).numpy()
 
 
 _EXTRAS: Rule = (lambda given: given is None or isinstance(given, Mapping), "a dict of tensors by name, or None")
 
 
-def _like(default: Tensor) -> Rule:
-    """The rule of a request's value: a tensor of the default's shape and dtype."""
+def _like(default: Tensor, num_tokens: int | None = None) -> Rule:
+    """The rule of a request's value: a tensor of the default's shape and dtype, or one for each of its tokens."""
+    shape = [*([] if num_tokens is None else [num_tokens]), *default.shape]
 
     def fits(given: Any) -> bool:
-        return isinstance(given, Tensor) and (given.shape, given.dtype) == (default.shape, default.dtype)
+        return isinstance(given, Tensor) and (list(given.shape), given.dtype) == (shape, default.dtype)
 
-    return fits, f"a tensor {list(default.shape)}, {default.dtype}, for one request, as the model's default"
+    each = "for one request" if num_tokens is None else f"for each of the prompt's {num_tokens} tokens"
+    return fits, f"a tensor {shape}, {default.dtype}, {each}, as the model's default"

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.batch import EMBEDDED, IN_ORDER, LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
-from weft.outputs import Output
+from weft.outputs import Output, PerToken
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
@@ -98,7 +98,7 @@ class Work:
         starts: tokens in the cache before this step; for a decode, an upper bound.
         num_active_loras: number of different adapters.
         query_len: tokens per request of a uniform decode: the last one, and drafts.
-        given: the prompt's embeddings and positions; empty if no prompt has them.
+        given: the prompt's embeddings, positions and inputs of its tokens; empty if no prompt has them.
         masks: the bits of the tokens that may be sampled, None for any token; empty if no request has a mask.
         captures: whether the stages capture something of its tokens.
     """
@@ -171,6 +171,8 @@ class Work:
             num_active_loras=loras,
             device=device,
         )
+        if self.given and (own := batch_token_extras(self.given, self.starts, ids, device)):
+            batch = attrs.evolve(batch, token_extras=own)
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
             batch = attrs.evolve(batch, targets=to_device(targets, device))
@@ -196,7 +198,7 @@ class DeviceWork:
 
 
 def batch_embeds(
-    extras: Sequence[PromptContent | None],
+    given: Sequence[PromptContent | None],
     starts: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
@@ -204,13 +206,13 @@ def batch_embeds(
     """The embeddings [num_tokens, hidden_size] of a batch's tokens; None if none is EMBEDDED.
 
     Args:
-        extras: one entry per request.
+        given: one entry per request.
         starts: each request's tokens before the batch.
         token_ids: each request's tokens in the batch.
     """
     if not any(EMBEDDED in ids for ids in token_ids):
         return None
-    held = [None if own is None else own.inputs_embeds for own in extras]
+    held = [None if own is None else own.inputs_embeds for own in given]
     like = next(own for own in held if own is not None)
     embeds = torch.zeros(sum(map(len, token_ids)), like.shape[1], dtype=like.dtype, device=device)
     for first, rows in _in_batch(held, starts, token_ids):
@@ -219,7 +221,7 @@ def batch_embeds(
 
 
 def batch_positions(
-    extras: Sequence[PromptContent | None],
+    given: Sequence[PromptContent | None],
     starts: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
@@ -227,13 +229,35 @@ def batch_positions(
     """The positions [3, num_tokens] of a batch's tokens, -1 where they follow from the state; None if all do.
 
     Args:
-        extras, starts, token_ids: as for `batch_embeds`.
+        given, starts, token_ids: as for `batch_embeds`.
     """
     positions = torch.full((sum(map(len, token_ids)), 3), IN_ORDER)
-    held = [None if own is None or own.positions is None else own.positions.T for own in extras]
+    held = [None if own is None or own.positions is None else own.positions.T for own in given]
     for first, rows in _in_batch(held, starts, token_ids):
         positions[first : first + len(rows)] = rows
     return to_device(positions.T.contiguous(), device) if bool((positions >= 0).any()) else None
+
+
+def batch_token_extras(
+    given: Sequence[PromptContent | None],
+    starts: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> dict[str, PerToken]:
+    """The inputs [num_tokens, ...] by name that the batch's tokens have of their own; empty if no request gives any.
+
+    Args:
+        given, starts, token_ids: as for `batch_embeds`.
+    """
+    held = [{} if own is None else own.token_extras for own in given]
+    names, found = next((own.keys() for own in held if own), ()), dict[str, PerToken]()
+    for name in names:
+        default = next(own[name][-1] for own in held if own)
+        values = default.to(device).repeat(sum(map(len, token_ids)), *[1] * default.dim())
+        for first, rows in _in_batch([own[name][:-1] if own else None for own in held], starts, token_ids):
+            values[first : first + len(rows)] = to_device(rows, device)
+        found[name] = PerToken(values)
+    return found
 
 
 def _in_batch(

@@ -29,6 +29,7 @@ class OwnStages:
         captured: the indices of the layers whose result is captured.
         carried: the indices of the layers that carry a sum over the request's tokens, which is added to their result.
         prefix_caching: of `model.with_stages`.
+        patched: the indices of the layers to whose input each token's own `patch` is added.
     """
 
     layers: tuple[tuple[int, str], ...]
@@ -36,6 +37,7 @@ class OwnStages:
     captured: tuple[int, ...]
     carried: tuple[int, ...] = ()
     prefix_caching: str | None = None
+    patched: tuple[int, ...] = ()
 
     def apply(self, model: Model, given: Extras | None = None) -> Model:
         """The changed model.
@@ -47,6 +49,14 @@ class OwnStages:
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
         defaults = {"vector": torch.zeros(hidden), "strength": torch.zeros(()), "bias": torch.zeros(vocab)}
         values = {} if given is None else {name: given.get(name, x).to(model.device) for name, x in defaults.items()}
+        unpatched = torch.full((hidden,), 0.25)
+        table = torch.cat(((given or {}).get("patch", unpatched[None]), unpatched[None])).to(model.device)
+
+        def patch(batch: Any) -> Tensor:
+            if given is None:
+                own: Tensor = batch.token_extras["patch"]
+                return own
+            return table[batch.positions.clamp(max=len(table) - 1)]
 
         def read(name: str, batch: Any) -> Tensor:
             own = batch.per_token(batch.extras[name]) if given is None else values[name]
@@ -71,11 +81,14 @@ class OwnStages:
             if index in self.carried:
                 add = _adding(index) if given is None else _adding_anew(start.to(model.device))
             layers[index] = _change(changes.get(index), index in self.captured, index, read, add)
+            if index in self.patched:
+                layers[index] = _patched(layers[index], patch)
         carries = {f"sum {index}": start for index in self.carried}
         return model.with_stages(
             **{name: own[name] for name in self.parts},
             layers=layers,
             extras=defaults if given is None else {},
+            token_extras={"patch": unpatched} if given is None and self.patched else {},
             captures={f"layer {index}": defaults["vector"] for index in self.captured},
             carries=carries if given is None else {},
             prefix_caching=self.prefix_caching if given is None else None,
@@ -83,7 +96,7 @@ class OwnStages:
 
     @property
     def _indices(self) -> list[int]:
-        return sorted({index for index, _ in self.layers} | {*self.captured, *self.carried})
+        return sorted({index for index, _ in self.layers} | {*self.captured, *self.carried, *self.patched})
 
 
 def _times(added: Tensor, strength: Tensor) -> Tensor:
@@ -143,6 +156,36 @@ def _change(
         return run
 
     return change
+
+
+def _patched(change: Any, patch: Callable[[Any], Tensor]) -> Any:
+    """The change of a layer to whose input each token's patch is added first."""
+
+    def patched(layer: Any) -> Any:
+        own = change(layer)
+        return lambda params, kv_pages, batch, tables, hidden: own(
+            params, kv_pages, batch, tables, hidden + patch(batch)
+        )
+
+    return patched
+
+
+def patched_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
+    """Changes of a model with so many layers by inputs of each token, in some layers; others are captured, or not."""
+    some = st.lists(st.integers(0, num_layers - 1), unique=True, min_size=1).map(tuple)
+    policies = st.sampled_from((None, "recompute"))
+    no_captures = st.builds(OwnStages, st.just(()), st.just(()), st.just(()), patched=some)
+    return no_captures | st.builds(OwnStages, st.just(()), st.just(()), some, patched=some, prefix_caching=policies)
+
+
+@st.composite
+def token_patches(draw: st.DrawFn, model: Model, num_tokens: int) -> Extras | None:
+    """The patches that a request gives for some of its prompt's tokens; others have the default."""
+    places = draw(st.lists(st.integers(0, num_tokens - 1), max_size=2, unique=True))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1)))
+    patch = torch.full((num_tokens, model.config.hidden_size), 0.25)
+    patch[sorted(places)] = 2 * torch.randn(model.config.hidden_size, generator=generator)
+    return {"patch": patch} if draw(st.integers(0, 2)) else None
 
 
 def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
