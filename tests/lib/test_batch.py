@@ -10,6 +10,8 @@ from hypothesis import given, settings, strategies as st
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
+from weft.outputs import PerToken
+from weft.padding import pad
 from weft.trees import leaves_with_names, sized_fields
 
 FAST = settings(deadline=None, max_examples=60)
@@ -101,8 +103,11 @@ def test_makers_refuse_rows_that_are_padding_or_nobodys(rows: list[int]) -> None
 
 
 def test_every_tensor_of_a_batch_says_how_it_is_padded() -> None:
-    fields = {f.name for f in attrs.fields(Batch)} - {"descriptor"}
+    fields = {f.name for f in attrs.fields(Batch)} - {"descriptor", "token_extras"}  # which are `PerToken`s
     assert set(sized_fields(Batch.decode([0]))) == fields
+    batch = attrs.evolve(Batch.ragged([0], [[5, 6]]), token_extras={"patch": PerToken(torch.ones(2, 3))})
+    padded = pad(batch, BatchDescriptor(4, 2))
+    assert padded.token_extras["patch"].values.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
 def test_batches_are_compared_by_identity() -> None:

@@ -1,5 +1,6 @@
 """resolve, advance and admit against loops over requests and tokens, written here."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
@@ -93,7 +95,7 @@ def test_resolve_is_the_loop(state: State, batch: Batch) -> None:
 
 def test_resolve_keeps_the_dtypes_that_it_says() -> None:
     seen = resolve(empty(), pad(Batch.decode([1]), BatchDescriptor.uniform(2, num_active_loras=1)))
-    tensors = [f.name for f in attrs.fields(type(seen)) if f.name not in ("descriptor", "extras")]
+    tensors = [f.name for f in attrs.fields(type(seen)) if isinstance(getattr(seen, f.name), Tensor)]
     dtypes = {name: getattr(seen, name).dtype for name in tensors}
     small = {name for name, dtype in dtypes.items() if dtype == torch.int32}
     assert small == {"query_start_loc", "seq_lens", "block_table", "adapters", "active_adapters"}
@@ -283,3 +285,23 @@ def test_zeros_of_a_stage_that_samples() -> None:
     assert shapes == {"allowed": (5, 2), "stops": (5, 2), "bias_ids": (5, 7), "bias": (5, 7), "counts": (5, 33)}
     assert table.counts.dtype == torch.int16
     assert table.vocab_size == 33
+
+
+@FAST
+@given(states(), batches(), st.booleans())
+def test_a_scan_over_tokens_is_the_loop(state: State, batch: Batch, linear: bool) -> None:
+    """Each request's recurrence goes on from its own value, and has one value for each of its tokens."""
+
+    def f(value: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * value + x if linear else (value * x).cos()
+
+    resolved = resolve(state, batch)
+    init = torch.arange(len(batch.rows), dtype=torch.float64)[:, None] * torch.ones(2, dtype=torch.float64)
+    xs = torch.arange(len(batch.input_ids), dtype=torch.float64)[:, None] + torch.tensor([0.0, 0.25])
+    found = resolved.scan_tokens(f, init, xs)
+    starts = batch.query_start_loc.tolist()
+    for request, (start, stop) in enumerate(itertools.pairwise(starts)):
+        value = init[request]
+        for token in range(start, stop):
+            value = f(value, xs[token])
+            assert torch.equal(found[token], value)
