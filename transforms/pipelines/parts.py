@@ -16,13 +16,11 @@ from weft.splitting import axis_sizes, cut_sized, find_bounds, read_starts, resi
 from weft.transforms.pipelines.argument_checks import Mistake
 from weft.trees import (
     Axes,
-    TreeSpec,
     find_descriptors,
     leaf_axes,
     leaves_with_names,
     map_sized,
     sized_fields,
-    tree_flatten,
     tree_leaves,
     tree_structure,
     tree_unflatten,
@@ -223,38 +221,64 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
         return batch.join(list(outputs))
     whole = _whole(call, parts, batch)
     found = [map_sized(lambda value, _: value, out, whole) for out in outputs]
-    leaves, structure = tree_flatten(found[0])
-    dims = [_batch_dim(axes) for axes in leaf_axes(found[0])]
+    names, leaves = [name for name, _ in leaves_with_names(found[0])], [tree_leaves(own) for own in found]
+    specs, starts = leaf_axes(found[0]), _field_of_starts(outputs[0]) if sized_fields(outputs[0]) else None
     for out, own, part in zip(outputs, found, parts, strict=True):
-        if (mistake := _mistake_in_output(out, own, part, structure, dims)) is not None:
+        if (mistake := _mistake_in_structure(out, own, part, found[0])) is not None:
             raise DescriptorError(call, *mistake)
-    columns = zip(dims, leaves, *(tree_leaves(own) for own in found[1:]), strict=True)
-    joined = [None if first is None else torch.cat([first, *rest], dim) for dim, first, *rest in columns]
-    return tree_unflatten(joined, structure)
+    joined = list[Any]()
+    for name, spec, *column in zip(names, specs, *leaves, strict=True):
+        if starts is not None and name == f".{starts[0]}":
+            joined.append(_join_starts(column))
+            continue
+        dim = _batch_dim(spec)
+        for leaf, part in zip(column, parts, strict=True):
+            if (mistake := _mistake_in_leaf(name, leaf, spec, dim, part)) is not None:
+                raise DescriptorError(call, *mistake)
+        joined.append(None if column[0] is None else torch.cat(column, dim))
+    return tree_unflatten(joined, tree_structure(found[0]))
 
 
-def _mistake_in_output(out: Any, own: Any, part: Any, structure: TreeSpec, dims: Sequence[int]) -> Mistake | None:
-    """The mistake in the output of a part that cannot be joined.
+def _join_starts(starts: Sequence[Tensor]) -> Tensor:
+    """The starts of the parts' entries in the whole, from those in each part."""
+    joined = [starts[0]]
+    for own in starts[1:]:
+        joined.append(own[1:] + joined[-1][-1:])
+    return torch.cat(joined)
+
+
+def _mistake_in_structure(out: Any, own: Any, part: Any, first: Any) -> Mistake | None:
+    """The mistake in the structure of the output of a part that cannot be joined.
 
     Args:
         out: the output.
         own: the same with the descriptor of the whole batch.
         part: the part.
-        structure: of the first part's output.
-        dims: for each leaf, the dimension that grows with the batch.
+        first: that of the first part.
     """
     known = find_descriptors(part)
     if strange := [d for d in find_descriptors(out) if d not in known]:
         return f"an output of descriptor '{strange[0]}', not its part's", "return it without one"
-    if tree_structure(own) != structure:
+    if tree_structure(own) != tree_structure(first):
         return "outputs of different structures", "return the same structure for every batch"
-    sizes = {(size,) for size in axis_sizes(part).values()} or {(_common_length("join", part),)}
-    for (name, leaf), dim in zip(leaves_with_names(own), dims, strict=True):
-        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1] in sizes):
-            shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"{leaf!r:.60}"
-            seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
-            return seen, "return such tensors, and reduce them outside"
     return None
+
+
+def _mistake_in_leaf(name: str, leaf: Any, spec: Axes | None, dim: int, part: Any) -> Mistake | None:
+    """The mistake in a leaf of the output of a part: it does not hold one entry for each of the part along `dim`."""
+    if leaf is None:
+        return None
+    sizes = axis_sizes(part) or {"": _common_length("join", part)}
+    axis = None if spec is None else spec.name(dim)
+    if axis is not None and "+" in axis:
+        seen = f"output {name} follows {axis}, of which the parts together have more entries than the whole"
+        return seen, "return it without that field"
+    wanted = {sizes[axis]} if axis in sizes else set(sizes.values())
+    if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] in wanted:
+        return None
+    shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"{leaf!r:.60}"
+    seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
+    return seen, "return such tensors, and reduce them outside"
 
 
 def _whole(call: str, parts: Sequence[Any], batch: Any) -> Any:

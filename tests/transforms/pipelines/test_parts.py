@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from own_batches import OWN_BATCHES, WHOLE_BATCHES, Corpus, Documents, Graph, Length, Signal, X, Y
 from refusal import refused
+from torch import Tensor
 
 import weft
 from weft.batch import LAST_TOKEN, Batch
@@ -22,6 +23,7 @@ from weft.state import State, admit, resolve
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.transforms.pipelines.parts import join, split
+from weft.trees import axes
 
 METHODS = "a method split(parts) that returns a tuple of batches, and join(outputs) if they need one"
 LAW = "micro-batches are one batch"
@@ -191,6 +193,42 @@ def test_two_axes_are_cut_as_by_hand(lengths: list[int], parts: int, more_docs: 
     assert [t for part in cut for t in part.titles.tolist()] == batch.titles.tolist()
     assert all(part.documents == Documents(len(part.titles), len(part.words)) for part in cut)
     assert sum(part.documents.num_words for part in cut) == batch.documents.num_words
+
+
+@FAST
+@given(batches(), st.integers(1, 7))
+def test_parts_joined_are_the_batch(batch: Batch, parts: int) -> None:
+    cut = split(batch, parts)
+    assert_equal(LAW, join(cut, cut, batch), batch)
+
+
+@FAST
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(1, 7))
+def test_parts_of_two_axes_joined_are_the_batch(lengths: list[int], parts: int) -> None:
+    batch = attrs.evolve(Corpus.of(*lengths), weights=None)
+    cut = split(batch, parts)
+    joined = join(cut, cut, batch)
+    assert_equal(LAW, joined, batch)
+    assert joined.documents == batch.documents
+
+
+@weft.pytree
+@attrs.frozen(eq=False)
+class Path:
+    """The states of a path, one more than its steps."""
+
+    states: Tensor = attrs.field(metadata=axes("steps+1"))
+    actions: Tensor = attrs.field(metadata=axes("steps"))
+
+
+def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
+    batch = Path(torch.arange(5.0), torch.arange(4.0))
+    cut = split(batch, 2)
+    assert [part.states.tolist() for part in cut] == [[0, 1, 2], [2, 3, 4]]
+    assert_equal(LAW, join([part.states[1:] - part.actions for part in cut], cut), torch.ones(4))
+    seen = "output .states follows steps+1, of which the parts together have more entries than the whole"
+    with refused(DescriptorError, "join of 2 micro-batches", seen, "return it without that field"):
+        join(cut, cut)
 
 
 @pytest.mark.parametrize(

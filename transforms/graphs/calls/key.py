@@ -202,9 +202,7 @@ def _instead_of(leaf: Any) -> str:
     if isinstance(leaf, Mapping):
         return "dict(...) of it"
     if is_dataclass(leaf) and not attrs.has(type(leaf)):
-        return (
-            f"@weft.pytree above @attrs.frozen instead of @dataclass above {type(leaf).__name__}; or its tensors"
-        )
+        return f"@weft.pytree above @attrs.frozen instead of @dataclass above {type(leaf).__name__}; or its tensors"
     return "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
 
 
