@@ -1,7 +1,7 @@
 """WHILE nodes of CUDA graphs, by `cuda.bindings`: a part of a capture that repeats while a flag on the device holds.
 
 A small kernel copies the flag into the condition of the node, once before the node and once at the end of each
-repetition. It is compiled by NVRTC; the driver supplies `cudaGraphSetConditional`.
+repetition. The driver compiles it, and supplies `cudaGraphSetConditional`.
 """
 
 import ctypes
@@ -13,13 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SOURCE = rb"""
-typedef __device_builtin__ unsigned long long cudaGraphConditionalHandle;
-extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
-extern "C" __global__ void set_condition(cudaGraphConditionalHandle handle, const bool *flag) {
-    cudaGraphSetConditional(handle, *flag ? 1u : 0u);
+_PTX = b"""
+.version 8.4
+.target sm_75
+.address_size 64
+.extern .func cudaGraphSetConditional (.param .b64 handle, .param .b32 value);
+.visible .entry set_condition(.param .u64 handle, .param .u64 flag)
+{
+    .reg .pred %holds;
+    .reg .b16 %byte;
+    .reg .b32 %value;
+    .reg .b64 %handle, %generic, %global;
+    ld.param.u64 %handle, [handle];
+    ld.param.u64 %generic, [flag];
+    cvta.to.global.u64 %global, %generic;
+    ld.global.u8 %byte, [%global];
+    setp.ne.s16 %holds, %byte, 0;
+    selp.u32 %value, 1, 0, %holds;
+    {
+        .param .b64 first;
+        st.param.b64 [first+0], %handle;
+        .param .b32 second;
+        st.param.b32 [second+0], %value;
+        call.uni cudaGraphSetConditional, (first, second);
+    }
+    ret;
 }
 """
+"""What NVRTC makes of `cudaGraphSetConditional(handle, *flag ? 1 : 0)`. So no compiler is needed where it runs."""
 _LEAST_DRIVER = 12040
 
 
@@ -31,7 +52,7 @@ def _checked(call: str, result: tuple[Any, ...]) -> list[Any]:
 
 
 def why_unavailable(device: torch.device) -> str | None:
-    """The reason why a capture on this device can have no WHILE node; None if it can. It compiles the kernel, which is
+    """The reason why a capture on this device can have no WHILE node; None if it can. It loads the kernel, which is
     not allowed during a capture."""
     try:
         with torch.cuda.device(device):
@@ -49,34 +70,23 @@ def _bindings(name: str) -> Any:
 @functools.cache
 def _kernel(_: int) -> Any:
     """The kernel on the current device, which has this number, and the module that holds it."""
-    driver, nvrtc, runtime = _bindings("driver"), _bindings("nvrtc"), _bindings("runtime")
+    driver, runtime = _bindings("driver"), _bindings("runtime")
     (version,) = _checked("cudaDriverGetVersion", runtime.cudaDriverGetVersion())
     if version < _LEAST_DRIVER:
         raise RuntimeError(f"the driver supports CUDA {version}, and WHILE nodes need {_LEAST_DRIVER}")
     torch.zeros((), device="cuda")  # makes the context
-    (program,) = _checked("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(_SOURCE, b"set_condition.cu", 0, [], []))
-    try:
-        compiled = nvrtc.nvrtcCompileProgram(program, 0, [])
-        if int(compiled[0]):
-            (size,) = _checked("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(program))
-            log = b" " * size
-            _checked("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"NVRTC: {' '.join(log.decode(errors='replace').split())[:300]}")
-        (size,) = _checked("nvrtcGetPTXSize", nvrtc.nvrtcGetPTXSize(program))
-        ptx = b" " * size
-        _checked("nvrtcGetPTX", nvrtc.nvrtcGetPTX(program, ptx))
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    (module,) = _checked("cuModuleLoadData", driver.cuModuleLoadData(ptx))
+    image = ctypes.create_string_buffer(_PTX)
+    (module,) = _checked("cuModuleLoadData", driver.cuModuleLoadData(ctypes.addressof(image)))
     (function,) = _checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, b"set_condition"))
     return function, module
 
 
 def _set_condition(device: torch.device, handle: Any, flag: Tensor, stream: torch.cuda.Stream) -> None:
     function, _ = _kernel(device.index)
-    arguments = (int(handle), flag.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)
-    launched = _bindings("driver").cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, arguments, 0)
-    _checked("cuLaunchKernel", launched)
+    values = ctypes.c_ulonglong(int(handle)), ctypes.c_void_p(flag.data_ptr())
+    places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
+    launch = _bindings("driver").cuLaunchKernel
+    _checked("cuLaunchKernel", launch(function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, ctypes.addressof(places), 0))
 
 
 def repeat_while(flag: Tensor, step: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> None:

@@ -24,7 +24,7 @@ class WhileNodes:
         self.device = device
         self.unable: str | None = None
         self.recorded = 0
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: list[torch.cuda.Stream] = []
 
     def rehearsal(self, audit: Audit) -> "Rehearsed":
         """What runs the steps of loops in the rehearsal of a capture."""
@@ -35,11 +35,11 @@ class WhileNodes:
         self.recorded = 0
         return Recorded(self, audit)
 
-    def stream(self) -> torch.cuda.Stream:
-        """The stream on which steps are captured."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        return self._stream
+    def stream(self, depth: int) -> torch.cuda.Stream:
+        """The stream on which the steps of a loop inside `depth` others are captured."""
+        while len(self._streams) <= depth:
+            self._streams.append(torch.cuda.Stream(self.device))
+        return self._streams[depth]
 
     def give_up(self, reason: str) -> None:
         """Make all later graphs have `max_steps` steps, and log why."""
@@ -52,6 +52,7 @@ class Rehearsed:
 
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
         self.nodes, self._audit = nodes, audit
+        self._depth = 0
 
     @property
     def unable(self) -> str | None:
@@ -60,14 +61,14 @@ class Rehearsed:
         return self.nodes.unable
 
     def loop(self, _: Tensor, step: Callable[[], None]) -> None:
-        stream, current = self.nodes.stream(), torch.cuda.current_stream(self.nodes.device)
-        with self._audit.random.repeated():
-            if stream == current:  # inside another loop
+        stream, current = self.nodes.stream(self._depth), torch.cuda.current_stream(self.nodes.device)
+        stream.wait_stream(current)
+        self._depth += 1
+        try:
+            with self._audit.random.repeated(), torch.cuda.stream(stream):
                 step()
-                return
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                step()
+        finally:
+            self._depth -= 1
             current.wait_stream(stream)
 
 
@@ -77,7 +78,7 @@ class Recorded:
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
         self.nodes, self._audit = nodes, audit
         self.pools: list[Any] = []
-        self.depth = 0
+        self._depth = 0
 
     @property
     def unable(self) -> str | None:
@@ -87,10 +88,10 @@ class Recorded:
         self.nodes.recorded += 1
         pool = torch.cuda.MemPool()
         self.pools.append(pool)
-        stream = self.nodes.stream() if not self.depth else torch.cuda.Stream(self.nodes.device)
-        self.depth += 1
+        stream = self.nodes.stream(self._depth)
+        self._depth += 1
         try:
             with self._audit.random.repeated():
                 repeat_while(flag, step, stream, pool)
         finally:
-            self.depth -= 1
+            self._depth -= 1
