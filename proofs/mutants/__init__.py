@@ -9,6 +9,7 @@ from weft.proofs.mutants.captures import CAPTURES
 from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
 from weft.proofs.mutants.graphs import GRAPHS
+from weft.proofs.mutants.loops import LOOPS
 from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.mutants.own_stages import OWN_STAGES
 from weft.proofs.mutants.schedules import SCHEDULES
@@ -17,6 +18,6 @@ from weft.proofs.mutants.steps import STEPS
 
 __all__ = ["MUTANTS", "Mutant"]
 
-_ALL = (*AGREEMENT, *CAPTURES, *DERIVATIVES, *DRAFTS, *GRAPHS, *OWN_STAGES, *SCHEDULES, *SERVING, *STEPS)
+_ALL = (*AGREEMENT, *CAPTURES, *DERIVATIVES, *DRAFTS, *GRAPHS, *LOOPS, *OWN_STAGES, *SCHEDULES, *SERVING, *STEPS)
 MUTANTS = tuple(sorted(_ALL, key=lambda mutant: int(mutant.law.number[1:])))
 """All planted bugs, at least one for each row of `weft.proofs.suite.LAWS`."""

@@ -14,6 +14,7 @@
 | `traces()` | requests that arrive, end or are aborted, and a model that serves them |
 | `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()` have faults |
 | `woven_programs()` | programs that run several stages on each rank in any order, and an edit of them |
+| `loops()` | a loop on integers for `weft.while_loop`, and what it gives |
 | `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
 | `hazards()` | code that a graph would get wrong if weft did not notice it |
 | `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |
@@ -52,6 +53,7 @@ from weft.proofs.strategies.images import (
     resolution_ladders,
     resolutions,
 )
+from weft.proofs.strategies.loops import Loop, loops
 from weft.proofs.strategies.models import ARCHITECTURES, ROPES, Move, Scenario, configs, scenarios
 from weft.proofs.strategies.programs import (
     EDITS,
@@ -85,6 +87,7 @@ __all__ = [
     "Hazard",
     "Image",
     "ImageScenario",
+    "Loop",
     "Mapping",
     "Move",
     "Resolution",
@@ -106,6 +109,7 @@ __all__ = [
     "job_lists",
     "ladders",
     "limits",
+    "loops",
     "mappings",
     "programs",
     "pure_functions",

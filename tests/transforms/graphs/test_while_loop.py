@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 from torch import Tensor
 
 import weft
 from weft.errors import CaptureError, ProgramError
+from weft.proofs.laws import loops_are_python_loops
+from weft.proofs.strategies import Loop, loops
 from weft.torchapi.conditional_nodes import why_unavailable
 from weft.transforms.graphs.backends.loops import Rehearsal
 from weft.transforms.graphs.backends.while_nodes import WhileNodes
 from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.transforms.graphs.while_loop import while_loop
-from weft.transforms.pipelines.microbatch import scan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -58,53 +59,11 @@ def test_one_graph_is_the_python_loop_for_any_number_of_steps(device: str, most:
     assert graph.cache_info().captures == 1
 
 
-def plus(carry: list[Tensor], amounts: list[int], order: list[int]) -> list[Tensor]:
-    return [carry[source] * 3 + amount for source, amount in zip(order, amounts, strict=True)]
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.integers(-5, 5), min_size=1, max_size=4),
-    st.data(),
-    st.integers(-100, 100),
-    st.sampled_from((None, 1, 2, 5)),
-)
-def test_any_loop_on_integers_is_the_python_loop_and_scan_with_a_done_flag(
-    first: list[int], data: st.DataObject, bound: int, most: int | None
-) -> None:
-    count = len(first)
-    order = data.draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
-    amounts = data.draw(st.lists(st.integers(-3, 3), min_size=count, max_size=count))
-    longest, total = 6, 1  # the loop ends after so many steps, also if the sum stays below the bound
-
-    def cond(carry: Any) -> Tensor:
-        below: Tensor = (sum(carry[0]) < bound) & (carry[1] < longest)
-        return below
-
-    def body(carry: Any) -> Any:
-        return plus(carry[0], amounts, order), carry[1] + total
-
-    def start(values: list[Tensor]) -> Any:
-        return values, torch.zeros_like(values[0])
-
-    values, steps = list(first), 0
-    while sum(values) < bound and steps < longest and steps != most:
-        values, steps = [values[s] * 3 + a for s, a in zip(order, amounts, strict=True)], steps + 1
-
-    def flagged(_: Any, state: Any, batch: Any) -> Any:
-        carry, live, left = state
-        new = body(carry)
-        kept = [torch.where(live, b, a) for a, b in zip((*carry[0], carry[1]), (*new[0], new[1]), strict=True)]
-        carry = kept[:-1], kept[-1]
-        return (carry, live & cond(carry) & (left > 1), left - 1), None
-
-    given = [torch.tensor(value) for value in first]
-    begun = start(given)
-    state = begun, cond(begun), torch.tensor(longest if most is None else most)
-    scanned = scan(flagged, longest)(None, state, None)[0][0]
-    loop = lambda values: while_loop(cond, body, start(values), max_steps=most)  # noqa: E731
-    for made in (loop(given), graphify(loop)(given), scanned):
-        assert (listed(made[0]), int(made[1])) == (values, steps)
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=40)
+@given(loop=loops())
+def test_any_loop_is_the_python_loop_and_scan_with_a_done_flag(device: str, loop: Loop) -> None:
+    loops_are_python_loops(loop, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

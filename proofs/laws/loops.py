@@ -1,0 +1,68 @@
+"""L1 for loops: `while_loop` is the Python loop, eagerly and as one launch of a graph, and `scan` with a done flag."""
+
+from typing import Any
+
+import torch
+
+from weft.donation import donates
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.strategies.loops import STEPS, Loop
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.while_loop import while_loop
+from weft.transforms.pipelines.microbatch import scan
+
+
+def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
+    """L1: `while_loop` gives what Python's loop gives on Python's integers, eagerly, and in one graph for any number of
+    steps; so does `scan` with a flag that says whether the loop goes on."""
+
+    def eager(carry: Any) -> Any:
+        return while_loop(loop.cond, loop.body, carry, max_steps=loop.max_steps)
+
+    @donates("carry")
+    def in_place(carry: Any) -> Any:
+        values, steps = carry
+        for value, new in zip(values, [new.clone() for new in loop.body(carry)[0]], strict=True):
+            value.copy_(new)
+        return values, steps.add_(1)
+
+    def taking(carry: Any) -> Any:
+        return while_loop(loop.cond, in_place, carry, max_steps=loop.max_steps)
+
+    whole = graphify(taking, donate_argnames="carry") if loop.in_place else graphify(eager)
+    state: Any = _first(loop, loop.starts[0], device)
+    for start in loop.starts:
+        if loop.in_place:  # donated memory is kept from call to call
+            for value, first in zip((*state[0], state[1]), (*start, 0), strict=True):
+                value.fill_(first)
+        else:
+            state = _first(loop, start, device)
+        seen = {"eagerly": eager(_first(loop, start, device)), "by scan": _scanned(loop, _first(loop, start, device))}
+        made = whole(state)
+        state = made if loop.in_place else state
+        for way, result in (seen | {"in a graph": made}).items():
+            numbers = [int(x) for x in (*result[0], result[1])]
+            if numbers != loop.wanted(start):
+                raise LawViolation(f"L1 loops are Python's: {way}, from {start}: {numbers} for {loop.wanted(start)}")
+    if (captures := whole.cache_info().captures) != 1:
+        raise LawViolation(f"L1 loops are Python's: {captures} captures for loops of different lengths")
+
+
+def _first(loop: Loop, start: Any, device: str) -> Any:
+    return [torch.tensor(x, device=device) for x in start], torch.tensor(0, device=device)
+
+
+def _scanned(loop: Loop, carry: Any) -> Any:
+    """The last carry of `scan`, of which each step after the last one keeps it."""
+
+    def step(_: Any, state: Any, batch: Any) -> Any:
+        carry, live, left = state
+        new = loop.body(carry)
+        *values, steps = (
+            torch.where(live, b, a) for a, b in zip((*carry[0], carry[1]), (*new[0], new[1]), strict=True)
+        )
+        carry = values, steps
+        return (carry, live & loop.cond(carry) & (left > 1), left - 1), None
+
+    most = torch.tensor(STEPS if loop.max_steps is None else loop.max_steps, device=carry[1].device)
+    return scan(step, STEPS)(None, (carry, loop.cond(carry), most), None)[0][0]
