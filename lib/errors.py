@@ -80,6 +80,11 @@ class ConfigWarning(UserWarning):
     """A model configuration with fields that weft does not know, and ignores."""
 
 
+class LoweredModeWarning(UserWarning):
+    """A graph mode in which the attention cannot run, and which was lowered. To have an error instead:
+    `warnings.simplefilter("error", weft.errors.LoweredModeWarning)`."""
+
+
 class CheckpointError(WeftError, ValueError):
     """A checkpoint whose tensors are damaged, missing, or of a shape that the configuration contradicts."""
 

@@ -190,7 +190,7 @@ def admit(
         limits: the most tokens of each request, prompt included; None: as many as its row of the block table holds.
             Only a state with `drafting` keeps them.
         mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has positions of its own
-            (`weft.stages.rope.mrope_position_delta`); None: 0.
+            (`weft.stages.attention.rope.mrope_position_delta`); None: 0.
         extras: each request's own values for some of the state's `extras`; None: the defaults.
         found: the tokens already in each request's pages that it computes again (`State.found`); None: 0.
 

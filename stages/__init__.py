@@ -3,6 +3,7 @@ own."""
 
 from weft.ops.sampling.sample import sample
 from weft.stages.adapters import Adapter, load_adapter, reserve_slots, with_adapters, write_slot
+from weft.stages.attention.context import attend, attention_scores, weighted_values
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
@@ -24,6 +25,8 @@ __all__ = [
     "ModuleStage",
     "StageFunctions",
     "StageLayout",
+    "attend",
+    "attention_scores",
     "balance",
     "carry",
     "decoder_stage",
@@ -41,6 +44,7 @@ __all__ = [
     "sow",
     "split_layers",
     "split_model",
+    "weighted_values",
     "with_adapters",
     "write_slot",
 ]

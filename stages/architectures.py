@@ -7,13 +7,14 @@ and the computation in the decoder.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
+from weft.arguments.checks import is_int
 from weft.arguments.json_text import Fields
 from weft.errors import ConfigWarning
-from weft.stages.rope import Rope, unknown_rope_keys
+from weft.stages.attention.rope import Rope, unknown_rope_keys
 
 Allowed = Mapping[str, tuple[Any, ...]]
 """The values at which each field changes nothing."""
@@ -36,6 +37,8 @@ class Architecture:
         qkv_bias_only: whether q, k and v have a bias, and nothing else has, whatever a file says.
         qk_norm: whether queries and keys are normalised, one head at a time.
         experts: whether layers have a mixture of experts.
+        windows: the layers whose attention slides where `sliding_window` counts: `some`, those of `layer_types`, or
+            all from `max_window_layers` on; `all`; empty: the architecture has no such layers.
         window_switch: whether `sliding_window` counts only where `use_sliding_window` is true.
         other_tensors: prefixes of the names of tensors that are not the decoder's.
     """
@@ -49,6 +52,7 @@ class Architecture:
     qkv_bias_only: bool = False
     qk_norm: bool = False
     experts: bool = False
+    windows: Literal["", "some", "all"] = ""
     window_switch: bool = False
     other_tensors: tuple[str, ...] = ()
 
@@ -70,7 +74,11 @@ _QWEN_DEFAULTS: Mapping[str, Any] = {
 }
 # Qwen2 has its biases, Qwen3 its norms, and every Qwen an MLP without biases; a file may only agree.
 _QWEN2_BIASES: Allowed = {"attention_bias": (True,), "mlp_bias": (False,)}
+_MISTRAL_BIASES: Allowed = {"attention_bias": (False,), "mlp_bias": (False,)}
 _QWEN3_FIXED: Allowed = {"mlp_bias": (False,), "use_qk_norm": (True, None)}
+_WINDOW_FIELDS = frozenset({"use_sliding_window", "max_window_layers"})
+_WINDOW = 4096
+"""The `sliding_window` of transformers where a file is silent."""
 MOE_FIELDS = frozenset(
     {
         "num_experts",
@@ -97,10 +105,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", _QWEN_DEFAULTS, neutral_at=_QWEN2_BIASES, qkv_bias_only=True, window_switch=True
+        "qwen2",
+        _QWEN_DEFAULTS,
+        fields=_WINDOW_FIELDS,
+        neutral_at=_QWEN2_BIASES,
+        qkv_bias_only=True,
+        windows="some",
+        window_switch=True,
     ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}, neutral_at=_QWEN3_FIXED, qk_norm=True, window_switch=True
+        "qwen3",
+        {**_QWEN_DEFAULTS, "head_dim": 128},
+        fields=_WINDOW_FIELDS,
+        neutral_at=_QWEN3_FIXED,
+        qk_norm=True,
+        windows="some",
+        window_switch=True,
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
@@ -111,11 +131,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_hidden_layers": 24,
             "num_key_value_heads": 4,
         },
-        fields=MOE_FIELDS,
+        fields=MOE_FIELDS | _WINDOW_FIELDS,
         neutral_at=_QWEN3_FIXED,
         qk_norm=True,
         experts=True,
+        windows="all",
         window_switch=True,
+    ),
+    "MistralForCausalLM": Architecture(
+        "mistral",
+        {
+            **_DEFAULTS,
+            "vocab_size": 32_000,
+            "intermediate_size": 14_336,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "eos_token_id": 2,
+        },
+        neutral_at=_MISTRAL_BIASES,
+        windows="all",
     ),
     # The text decoder alone: weft takes images as embeddings.
     "Qwen2VLForConditionalGeneration": Architecture(
@@ -131,6 +165,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "max_position_embeddings": 32_768,
             "rms_norm_eps": 1e-5,
             "eos_token_id": 151_645,
+            "max_window_layers": 80,
         },
         rope=Rope(theta=1e6, mrope_section=(16, 24, 24)),
         fields=frozenset(
@@ -142,10 +177,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "vision_start_token_id",
                 "vision_end_token_id",
             }
-        ),
+        )
+        | _WINDOW_FIELDS,
         neutral_at=_QWEN2_BIASES,
         text_types=("qwen2_vl_text", "qwen2_vl"),
         qkv_bias_only=True,
+        windows="some",
         window_switch=True,
         other_tensors=("visual.",),
     ),
@@ -172,7 +209,7 @@ _NEUTRAL_BY_REASON: Mapping[str, str] = {
     "the tokenizer's business": "bos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class prefix",
     "heads for other tasks": "num_labels id2label label2id finetuning_task task_specific_params",
     "encoder-decoder models only": "is_decoder decoder_start_token_id tie_encoder_decoder",
-    "full attention has no window": "max_window_layers",
+    "layers without a window have no first one": "max_window_layers",
     "an old copy of max_position_embeddings that nothing reads": "max_sequence_length",
     "defaults of transformers' generate, which a weft request says itself": """max_length min_length do_sample
         early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
@@ -283,7 +320,6 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
             fields.check(holds, name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
         elif name not in USED | NEUTRAL.keys() | known.fields:
             unknown[name] = value
-    _check_attention_is_full(fields, known)
     unknown |= unknown_rope_keys(fields)
     if not unknown:
         return
@@ -296,12 +332,35 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     warnings.warn(seen, ConfigWarning, stacklevel=2)
 
 
-def _check_attention_is_full(fields: Fields, known: Architecture) -> None:
-    off = fields.raw.get("sliding_window") is None or known.window_switch or "use_sliding_window" in fields.raw
-    fields.check(off, "sliding_window", "weft has no sliding windows: set sliding_window to null")
-    types = fields.raw.get("layer_types")
-    if types is None:
-        return
-    layers = fields.integer("num_hidden_layers", known.defaults["num_hidden_layers"])
-    full = isinstance(types, list) and len(types) == layers and all(kind == "full_attention" for kind in types)
-    fields.check(full, "layer_types", f"weft supports 'full_attention' in each of the {layers} layers")
+def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple[int, ...]:
+    """How many of the last positions the attention of each layer sees, 0: all; empty if all layers see all.
+
+    Raises:
+        ConfigError: kinds of layers, or a window, that the architecture does not have.
+    """
+    given, kinds = fields.raw.get("sliding_window", _WINDOW if known.windows else None), fields.raw.get("layer_types")
+    if not known.windows:
+        full = f"a {known.model_type} has no sliding windows: set sliding_window to null, or name MistralForCausalLM"
+        fields.check(given is None or "use_sliding_window" in fields.raw, "sliding_window", full)
+    on = given is not None and (
+        fields.flag("use_sliding_window", False) if known.window_switch else bool(known.windows)
+    )
+    first = 0
+    if on and known.windows == "some":
+        usual = known.defaults.get("max_window_layers", 28)
+        first = fields.value("max_window_layers", usual, lambda one: is_int(one, 0), "a whole number of layers")
+    if kinds is not None:
+        names = ("full_attention", "sliding_attention") if on else ("full_attention",)
+        listed = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in names for kind in kinds)
+        instead = f"weft supports {' or '.join(map(repr, names))} in each of the {num_layers} layers"
+        fields.check(listed, "layer_types", instead)
+    slides = [on and i >= first for i in range(num_layers)]
+    if kinds is not None:
+        wanted = [kind == "sliding_attention" for kind in kinds]
+        every = f"in a {known.model_type} all layers are of one kind, which layer_types does not change"
+        fields.check(known.windows != "all" or wanted == slides, "layer_types", every)
+        slides = wanted
+    if not any(slides):
+        return ()
+    size = fields.integer("sliding_window", _WINDOW)
+    return tuple(size if slide else 0 for slide in slides)

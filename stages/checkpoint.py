@@ -18,11 +18,11 @@ from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError
 from weft.stages.architectures import ARCHITECTURES
+from weft.stages.attention.rope import inverse_frequencies
 from weft.stages.config import DTYPES, ModelConfig, find_file
 from weft.stages.layer_fields import Field, Part, layer_fields
 from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
-from weft.stages.rope import inverse_frequencies
 from weft.trees import tree_leaves
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -179,7 +179,7 @@ def assemble(
     for i in layout.layers:
         prefix = f"layers.{i}."
         own: dict[str, Any] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        layers.append(LayerParams(**own))
+        layers.append(LayerParams(**own, index=i))
     inv_freq, _ = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     return DecoderParams(
         embed_tokens=tensors["embed_tokens"] if layout.first else None,

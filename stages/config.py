@@ -22,10 +22,11 @@ from weft.stages.architectures import (
     architecture_of,
     check_every_field,
     decoder_fields,
+    layer_windows,
     supported,
 )
+from weft.stages.attention.rope import Rope, parse_rope
 from weft.stages.expressions import Expression, is_plain, read_expression
-from weft.stages.rope import Rope, parse_rope
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
@@ -133,8 +134,8 @@ class ModelConfig:
     """A decoder's configuration: everything that its computation depends on, apart from its weights.
 
     Args:
-        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, or the text
-            decoder of `Qwen2VLForConditionalGeneration`.
+        architecture: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
+            `Qwen3MoeForCausalLM`, or the text decoder of `Qwen2VLForConditionalGeneration`.
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads: sizes.
         rms_norm_eps: the epsilon of every norm.
         max_position_embeddings: the most tokens of a request.
@@ -147,6 +148,7 @@ class ModelConfig:
         dtype: the dtype that the checkpoint declares; float32 if it declares none.
         moe: the mixture of experts; None: every layer has one feed-forward block of `intermediate_size`.
         fp8: which linear layers are stored in FP8; None: no layer is.
+        windows: for each layer, how many of the last positions its attention sees, 0: all; empty: all layers see all.
 
     Raises:
         ConfigError: sizes that do not fit together.
@@ -172,6 +174,7 @@ class ModelConfig:
     dtype: torch.dtype
     moe: MoeConfig | None = None
     fp8: Fp8Config | None = None
+    windows: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         check = functools.partial(_check, f"ModelConfig(architecture={self.architecture!r}, …)")
@@ -189,6 +192,8 @@ class ModelConfig:
         seen = f"{self.num_layers} layers" + ("" if self.moe is None else f" of {experts} experts")
         few = self.num_layers * experts <= _MOST_BLOCKS
         check(few, seen, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
+        fits = len(self.windows) in (0, self.num_layers) and min(self.windows, default=0) >= 0
+        check(fits, f"windows={list(self.windows)}", f"one of 0 or more for each of {self.num_layers} layers, or none")
         check(self.architecture in ARCHITECTURES, f"architecture={self.architecture!r}", supported())
         check(self.dtype in DTYPES.values(), f"dtype={self.dtype}", f"dtype is one of {', '.join(DTYPES)}")
 
@@ -275,7 +280,7 @@ def _parse(fields: Fields, strict: bool) -> ModelConfig:
     known, fields = ARCHITECTURES[architecture], decoder_fields(fields, architecture)
     check_every_field(fields, architecture, strict)
     try:
-        return ModelConfig(
+        config = ModelConfig(
             architecture=architecture,
             rms_norm_eps=fields.number("rms_norm_eps", known.defaults["rms_norm_eps"]),
             rope=parse_rope(fields, known.rope),
@@ -288,6 +293,7 @@ def _parse(fields: Fields, strict: bool) -> ModelConfig:
             **_sizes(fields, known),
             **_biases(fields, known),
         )
+        return attrs.evolve(config, windows=layer_windows(fields, known, config.num_layers))
     except ConfigError as error:
         if error.call == fields.call:
             raise
@@ -318,7 +324,7 @@ def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:
     }
 
 
-def _biases(fields: Fields, known: Architecture) -> dict[str, bool]:
+def _biases(fields: Fields, known: Architecture) -> dict[str, Any]:
     if known.qkv_bias_only:
         return {"qkv_bias": True, "o_bias": False, "mlp_bias": False}
     attention = fields.flag("attention_bias", False)

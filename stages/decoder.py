@@ -5,6 +5,7 @@ others; `y` is `IntermediateTensors`, and on the last stage `Output`. The archit
 the biases, QK norms, routers or FP8 scales that a model lacks are None.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
 from weft.errors import DescriptorError, ProgramError, WeftError
-from weft.ops.attention.paged import paged_attention, paged_attention_quantized
+from weft.ops.attention.backends import AttentionBackend
+from weft.ops.attention.paged import paged_attention_quantized
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
 from weft.ops.fp8 import BLOCK
@@ -27,9 +29,12 @@ from weft.ops.lora import add_lora
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.rotary import rotate_and_keep
 from weft.outputs import IntermediateTensors, Output
+from weft.stages.attention import context
+from weft.stages.attention.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
 from weft.stages.config import ModelConfig
 from weft.stages.functions import (
     OWN,
+    Attend,
     ChangeLogits,
     DecoderStage,
     Layer,
@@ -39,13 +44,14 @@ from weft.stages.functions import (
     blamed_on,
     changed_layer,
     check_added,
+    check_attended,
     check_functions,
+    noted,
 )
 from weft.stages.head import finish, read_at, verify
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
-from weft.stages.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
 from weft.stages.sown import Sown, at_layer, sowing
 from weft.state import State, resolve
 
@@ -67,6 +73,7 @@ def decoder_stage(
     captures: Mapping[str, Tensor] | None = None,
     carries: Mapping[str, Tensor] | None = None,
     token_extras: Mapping[str, Tensor] | None = None,
+    attend: Attend | AttentionBackend | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -78,7 +85,7 @@ def decoder_stage(
         num_logprobs: also return the logprobs of this many of the likeliest tokens; 0: only the chosen token's.
         num_drafts: the most drafts of a request in a batch (`weft.stages.drafting`); if not 0, the state has a
             `drafting`, and every step verifies.
-        attention, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
+        attention, attend, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
         captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
         token_extras: the default values of inputs that tokens have of their own, on the stage's device.
 
@@ -89,6 +96,7 @@ def decoder_stage(
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
     own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}, "token_extras": token_extras or {}}
+    own["attend"] = attend
     functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own)
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
 
@@ -122,7 +130,9 @@ def decoder_stage(
         if not layout.last:
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
         where = read_at(batch, num_drafts) if num_drafts else None
-        out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where, logits)
+        out = finish(
+            config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where, logits, captured
+        )
         out = attrs.evolve(out, captured=captured) if captured else out
         return state, out if where is None else verify(state, batch, where, out)
 
@@ -252,7 +262,8 @@ def _run_layer(
     with blamed_on("norm", batch.extras) if functions.norm else _NOTHING:
         x, hidden = normalize(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
     if functions.attention is None:
-        added, pages = attention(config, layer, kv_pages, batch, tables, x)
+        own = None if functions.attend is None else functools.partial(_attended, functions.attend)
+        added, pages = attention(config, layer, kv_pages, batch, tables, x, attend=own)
     else:
         with blamed_on("attention", batch.extras):
             added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
@@ -264,6 +275,22 @@ def _run_layer(
         return feed_forward(config, layer, batch, x), hidden, pages
     with blamed_on("feed_forward", batch.extras):
         return check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden), hidden, pages
+
+
+def _attended(
+    own: Attend | AttentionBackend,
+    config: ModelConfig,
+    layer: LayerParams,
+    q: Tensor,
+    kv_pages: Tensor,
+    batch: ResolvedBatch,
+) -> Tensor:
+    """The result of attention of one's own, checked."""
+    if isinstance(own, AttentionBackend):
+        with noted(f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
+            return check_attended(context.attend(config, layer, q, kv_pages, batch, backend=own), q)
+    with blamed_on("attend", batch.extras):
+        return check_attended(own(config, layer, q, kv_pages, batch), q)
 
 
 def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool) -> tuple[Normed, Tensor]:
@@ -300,6 +327,8 @@ def attention(
     batch: ResolvedBatch,
     tables: Tables,
     x: Normed,
+    *,
+    attend: Attend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Grouped-query attention of one layer over the pages of each request, causal; writes this step's keys and values.
 
@@ -307,6 +336,7 @@ def attention(
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim].
         tables: cosines and sines, each [num_tokens, head_dim / 2].
         x: [num_tokens, hidden_size], normalised.
+        attend: in the place of `weft.stages.attend`, with its arguments and result; None: that, or what is equal to it.
 
     Returns:
         [num_tokens, hidden_size], or parts of it; and the pages, as `rotate_and_keep` returns them.
@@ -320,12 +350,11 @@ def attention(
         qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
         config.num_heads, (keys, values),
     )  # fmt: skip
-    longest = batch.descriptor.query_len or max(tokens, 1)
-    where = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, longest, dim**-0.5
-    if layer.o_scale is not None and dim == BLOCK and (layer.lora.o is None or batch.adapters is None):
-        fp8 = paged_attention_quantized(q, None, None, kv_pages, *where)
+    adapts = layer.lora.o is not None and batch.adapters is not None
+    if attend is None and layer.o_scale is not None and dim == BLOCK and not adapts:
+        fp8 = paged_attention_quantized(q, None, None, kv_pages, *context.arguments(config, layer, q, batch))
         return fp8_linear(fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype), kv_pages
-    mixed = paged_attention(q, None, None, kv_pages, *where).reshape(tokens, config.num_heads * dim)
+    mixed = (attend or context.attend)(config, layer, q, kv_pages, batch).reshape(tokens, config.num_heads * dim)
     out = project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias)
     return adapted(out, mixed, layer.lora.o, batch), kv_pages
 

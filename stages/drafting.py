@@ -19,12 +19,12 @@ from weft.ops.sampling.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
 from weft.ops.sampling.ngram import find_drafts
 from weft.ops.sampling.sample import sample
 from weft.outputs import IntermediateTensors, Output
+from weft.stages.attention.rope import inverse_frequencies, rope_tables
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import embed, run_layers
 from weft.stages.functions import OWN, StageFunctions
 from weft.stages.head import changed_logits, head
 from weft.stages.params import DecoderParams
-from weft.stages.rope import inverse_frequencies, rope_tables
 from weft.state import State, resolve
 
 Drafter = Callable[[Any, State, Batch], Batch]

@@ -13,13 +13,17 @@ from weft.arguments.checks import Rule, check_values, is_int, kind_of
 from weft.batch import Batch, ResolvedBatch
 from weft.donation import donates
 from weft.errors import ProgramError
+from weft.ops.attention.backends import AttentionBackend
 from weft.ops.fp8 import Quantized
 from weft.outputs import IntermediateTensors, Output
+from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.sown import sowing_nothing
 from weft.state import State
 from weft.trees import tree_structure
+
+_PAGE_SIZE = 16
 
 DecoderStage = Callable[
     [DecoderParams, State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
@@ -29,6 +33,8 @@ Tables = tuple[Tensor, Tensor]
 Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Tensor, Tensor]]
 """A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the shapes of `layers`, but
 that `kv_pages` are the layer's own."""
+Attend = Callable[[ModelConfig, LayerParams, Tensor, Tensor, ResolvedBatch], Tensor]
+"""`(config, layer, q, kv_pages, batch) -> mixed`: what a token reads of its context, as `weft.stages.attend`."""
 ChangeLogits = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 """`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its request's extras."""
 
@@ -55,8 +61,8 @@ class StageFunctions:
         feed_forward: `(config, layer, batch, x) -> added`, as `feed_forward`.
         norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the norms inside layers.
         logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size],
-            `rows` [n] int64, the row of the state that each belongs to, and the extras of its request, [n, ...] by
-            name. Logprobs are those of its result.
+            `rows` [n] int64, the row of the state that each belongs to, and [n, ...] by name the extras of its request
+            and the captures of its token. Logprobs are those of its result.
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.
@@ -71,6 +77,9 @@ class StageFunctions:
             they are captured, and carried through. `"snapshot"`: they are not computed, and what the request carries
             begins with what was kept with the last full page. `"none"`: they are computed, in pages of the request's
             own. None: `"none"` where something is captured or carried, otherwise `"full"`.
+        attend: `(config, layer, q, kv_pages, batch) -> mixed`, as `weft.stages.attend`: attention between the query,
+            key and value product and the output projection, with this step's keys and values in the pages. `q` and
+            `mixed` are [num_tokens, num_heads, head_dim]. Or an `AttentionBackend`, which computes the same otherwise.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -89,8 +98,34 @@ class StageFunctions:
         """One of `PREFIX_CACHING`."""
         return self.prefix_caching or ("none" if self.captures or self.carries else "full")
 
+    attend: Attend | AttentionBackend | None = None
+
+    @property
+    def capability(self) -> str:
+        """The graphs in which the attention can run, one of `weft.ops.attention.backends.CAPABILITIES`."""
+        return self.attend.capability if isinstance(self.attend, AttentionBackend) else "full"
+
+    @property
+    def inside(self) -> Callable[[int | None], bool] | None:
+        """For a query length (None: ragged), whether the attention runs inside of a graph of that class, so that graphs
+        in pieces would have no operator to be cut at; None: it is the operator."""
+        if isinstance(self.attend, AttentionBackend):
+            return self.attend.runs_inside
+        return None if self.attend is None and self.attention is None else lambda query_len: True
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page, unless one says otherwise: 16 if the attention has kernels for it."""
+        sizes = self.attend.page_sizes if isinstance(self.attend, AttentionBackend) else ()
+        return sizes[0] if sizes and _PAGE_SIZE not in sizes else _PAGE_SIZE
+
+    def check_pages(self, call: str, page_size: int) -> None:
+        """Raise ProgramError unless the attention has kernels for pages of this size."""
+        if isinstance(self.attend, AttentionBackend):
+            self.attend.check_pages(call, page_size)
+
     def __str__(self) -> str:
-        named = {name: getattr(self, name) for name in ("attention", "feed_forward", "norm", "logits")}
+        named = {name: getattr(self, name) for name in ("attention", "attend", "feed_forward", "norm", "logits")}
         named |= {f"layer {index}": change for index, change in sorted(self.layers.items())}
         parts = [f"{name}={name_of(f)}" for name, f in named.items() if f is not None]
         kinds = ("extra", self.extras), ("token extra", self.token_extras)
@@ -106,11 +141,14 @@ OWN = StageFunctions()
 
 def name_of(f: Any) -> str:
     """A function's module and name, to be the same in all processes."""
+    if isinstance(f, AttentionBackend):
+        return f"the back end {f.name!r}"
     return f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__qualname__)}"
 
 
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
-    """Raise ProgramError for what is not a function, and for layers that the model does not have."""
+    """Raise ProgramError for what is not a function, for layers that the model does not have, and for an `attend` that
+    an attention of one's own does not call."""
     given = attrs.asdict(functions, recurse=False)
     names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching"
     others = {name: given.pop(name) for name in names}
@@ -134,6 +172,9 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         f"one of {', '.join(PREFIX_CACHING)}; None: it follows from captures and carries",
     )
     check_values(call, rules, {**given, **others}, ProgramError)
+    if functions.attention is not None and functions.attend is not None:
+        seen = "both attention=f and attend=g, and f takes the place of what calls g"
+        raise ProgramError(call, seen, "one of them: f may call weft.stages.decoder.attention(..., attend=g)")
 
 
 def check_together(call: str, functions: StageFunctions) -> None:
@@ -188,11 +229,18 @@ def _are_tensors(found: Any) -> bool:
 @contextmanager
 def blamed_on(function: str, extras: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which each error gets a note: which of the user's functions raised it, and what it could read."""
+    known = f"; batch.extras has {', '.join(extras)}" if extras else ""
+    with noted(f"in {function} of with_stages(...){known}"):
+        yield
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """A context in which each error gets this note."""
     try:
         yield
     except Exception as error:
-        known = f"; batch.extras has {', '.join(extras)}" if extras else ""
-        error.add_note(f"in {function} of with_stages(...){known}")
+        error.add_note(note)
         raise
 
 
@@ -210,6 +258,19 @@ def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
         seen = f"it returned {list(added.shape)}, {added.dtype}"
     instead = f"{list(hidden.shape)}, {hidden.dtype}; or parts of it, [parts, *{list(hidden.shape)}], to be added up"
     raise ProgramError(f"{function} of with_stages({function}=...)", seen, instead)
+
+
+def check_attended(mixed: Any, q: Tensor) -> Tensor:
+    """The result of an `attend` of one's own, checked.
+
+    Raises:
+        ProgramError: it is not of the queries' shape and dtype.
+    """
+    if isinstance(mixed, Tensor) and (mixed.shape, mixed.dtype) == (q.shape, q.dtype):
+        return mixed
+    seen = f"{list(mixed.shape)}, {mixed.dtype}" if isinstance(mixed, Tensor) else _kinds(mixed)
+    instead = f"a value for each head of each token, {list(q.shape)}, {q.dtype}, as the queries"
+    raise ProgramError("attend of with_stages(attend=...)", f"it returned {seen}", instead)
 
 
 def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:

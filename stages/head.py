@@ -9,7 +9,8 @@ communication and drafter-invariant speculative decoding", arXiv 2408.07978). A 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -22,7 +23,7 @@ from weft.batch import DRAFT, Batch, ResolvedBatch, find_owners
 from weft.errors import ProgramError, RequestError
 from weft.ops.norm import rms_norm
 from weft.ops.sampling.sample import sample_rows
-from weft.outputs import Output
+from weft.outputs import Output, PerToken
 from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
 from weft.stages.functions import ChangeLogits, blamed_on
@@ -30,6 +31,7 @@ from weft.stages.params import DecoderParams
 from weft.stages.sown import sowing_nothing
 from weft.state import State
 
+NO_CAPTURES: Mapping[str, Any] = MappingProxyType({})
 _TOKENS_AT_ONCE = 256
 """Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
 
@@ -52,6 +54,7 @@ def finish(
     num_logprobs: int = 0,
     where: Tensor | None = None,
     change: ChangeLogits | None = None,
+    captured: Mapping[str, PerToken] = NO_CAPTURES,
 ) -> Output:
     """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
 
@@ -61,7 +64,8 @@ def finish(
     logits = head(config, params, hidden[index])
     if change is not None:
         requests = torch.arange(len(batch.rows), device=rows.device)
-        logits = changed_logits(change, logits, resolved, None if where is None else _of_tokens(requests, where)[1])
+        of = None if where is None else _of_tokens(requests, where)[1]
+        logits = changed_logits(change, logits, resolved, of, _at(captured, index))
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
@@ -69,7 +73,7 @@ def finish(
         assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
-        changed = None if change is None else functools.partial(_changed_prompt, change, resolved)
+        changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed)
     sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
     if where is not None:
@@ -78,13 +82,18 @@ def finish(
 
 
 def changed_logits(
-    change: ChangeLogits, logits: Tensor, batch: ResolvedBatch, requests: Tensor | None = None
+    change: ChangeLogits,
+    logits: Tensor,
+    batch: ResolvedBatch,
+    requests: Tensor | None = None,
+    captured: Mapping[str, Tensor] = NO_CAPTURES,
 ) -> Tensor:
     """The logits as a function of one's own changes them.
 
     Args:
         logits: [n, vocab_size].
         requests: [n] int64, the place in the batch of the request that each belongs to; None: one of each, in order.
+        captured: [n, ...] by name, the values that the layers captured of the tokens that the logits follow.
 
     Raises:
         ProgramError: the function returns something else than logits of that shape.
@@ -92,6 +101,7 @@ def changed_logits(
     rows, extras = batch.rows, batch.extras
     if requests is not None:
         rows, extras = rows[requests], {name: own[requests] for name, own in extras.items()}
+    extras = {**extras, **captured} if captured else extras
     with blamed_on("logits", extras), sowing_nothing("logits"):
         found: Any = change(logits, rows, extras)
     if isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point():
@@ -101,10 +111,17 @@ def changed_logits(
     raise ProgramError("logits of with_stages(logits=...)", f"it returned {seen}", instead)
 
 
-def _changed_prompt(change: ChangeLogits, batch: ResolvedBatch, logits: Tensor, start: int) -> Tensor:
+def _changed_prompt(
+    change: ChangeLogits, batch: ResolvedBatch, captured: Mapping[str, PerToken], logits: Tensor, start: int
+) -> Tensor:
     """The changed logits of the batch's tokens from `start` on."""
     owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
-    return changed_logits(change, logits, batch, owners[start : start + len(logits)])
+    part = slice(start, start + len(logits))
+    return changed_logits(change, logits, batch, owners[part], _at(captured, part))
+
+
+def _at(captured: Mapping[str, PerToken], tokens: Tensor | slice) -> dict[str, Tensor]:
+    return {name: own.values[tokens] for name, own in captured.items()}
 
 
 def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

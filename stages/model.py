@@ -12,14 +12,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.arguments.checks import Rule, check_values, is_int, kind_of, names_arguments
+from weft.arguments.checks import Rule, check_values, kind_of, names_arguments
 from weft.arguments.equivalents import LOAD
-from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
+from weft.errors import CheckpointError, ProgramError, RequestError, WeftError
+from weft.ops.attention.backends import AttentionBackend
 from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_params, read_params, weight_files
+from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_stage
 from weft.stages.config import ModelConfig, config_in_folder
 from weft.stages.decoder import decoder_stage
 from weft.stages.functions import (
     OWN,
+    Attend,
     ChangeLogits,
     DecoderStage,
     Layer,
@@ -31,16 +34,12 @@ from weft.stages.functions import (
     name_of,
     transformed,
 )  # fmt: skip
+from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The dtypes that a decoder runs in."""
-
 _RULES: dict[str, Rule] = {
     "path": (str | Path, "the folder of a checkpoint, such as weft.stages.DEMO"),
-    "dtype": (lambda dtype: dtype is None or _is_dtype(dtype), f"one of {', '.join(DTYPES)}"),
-    "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
     "token_ids": (
         lambda ids: isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids),
         "a list of ints; of a tensor, its .tolist()",
@@ -128,6 +127,7 @@ class Model:
         carries: Mapping[str, Tensor] | None = None,
         token_extras: Mapping[str, Tensor] | None = None,
         prefix_caching: str | None = None,
+        attend: Attend | AttentionBackend | None = None,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
@@ -138,7 +138,7 @@ class Model:
         Args:
             transform: `f(stage) -> stage`, where a stage is `(params, state, batch, x) -> (state, y)` as
                 `decoder_stage` returns it. It is applied to each stage of any split.
-            attention, feed_forward, norm, logits: in the place of the decoder's (`weft.stages.StageFunctions`).
+            attention, attend, feed_forward, norm, logits: in the place of the decoder's (`weft.stages.StageFunctions`).
             layers: for the index of a layer, `f(layer) -> layer`, where a layer is
                 `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
             extras: the default values of inputs that each request has of its own, by name, which the functions find in
@@ -170,10 +170,13 @@ class Model:
         call = "model.with_stages(...)"
         check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
+        given |= {"attend": attend}
         tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
         tensors["token_extras"] = token_extras or {}
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
         check_functions(call, new, self.config.num_layers)
+        if isinstance(attend, AttentionBackend):
+            check_backend(attend, self.config, self.device, self.dtype, call=call)
         copies: dict[str, Any] = {}
         for kind in ("extras", "token_extras", "carries"):  # copies: the user may change theirs
             own = {name: x.detach().clone() for name, x in tensors[kind].items()}
@@ -186,6 +189,7 @@ class Model:
             prefix_caching=prefix_caching or self.functions.prefix_caching,
             **{name: f for name, f in (*given.items(), *copies.items()) if f is not None},
         )
+        check_functions(call, functions, self.config.num_layers)
         check_together(call, functions)
         more = () if transform is None else (transform,)
         return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
@@ -209,6 +213,23 @@ class Model:
         for transform in self.transforms:
             stage = transformed(stage, transform, layout)
         return stage
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [..., vocab_size] of hidden states [..., hidden_size] after any layer: the model's last norm and
+        its head. Of an early layer's they are a logit lens (nostalgebraist, 2020).
+
+        Raises:
+            ProgramError: hidden states of another size, or a stage of a model without a head.
+        """
+        call, size = f"model.logits(hidden: {kind_of(hidden)})", self.config.hidden_size
+        if self.params.norm is None:
+            instead = "the whole model's: weft.load(path).logits(hidden)"
+            raise ProgramError(call, f"a stage without a head, {self!r}", instead)
+        if not isinstance(cast(Any, hidden), Tensor) or hidden.shape[-1:] != (size,):
+            seen = list(hidden.shape) if isinstance(cast(Any, hidden), Tensor) else kind_of(hidden)
+            raise ProgramError(call, f"hidden states {seen}", f"a tensor [..., {size}]")
+        flat = hidden.reshape(-1, size).to(self.device, self.dtype)
+        return head(self.config, self.params, flat).reshape(*hidden.shape[:-1], -1)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
@@ -254,15 +275,6 @@ def _after(first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Lay
     return second if first is None else lambda layer: second(first(layer))
 
 
-def _is_dtype(value: Any) -> bool:
-    return value in DTYPES if isinstance(value, str) else value in DTYPES.values()
-
-
-def _is_stage(value: Any) -> bool:
-    index, num_stages = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
-    return is_int(num_stages) and is_int(index, 0, num_stages - 1)
-
-
 @contextmanager
 def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
     """Turn what the tokenizers library raises into an error of this kind: bare exceptions, and Rust's panics, which
@@ -275,51 +287,6 @@ def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: st
         raise
 
 
-def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
-    """`device`; for None, CUDA if there is a GPU, otherwise the CPU.
-
-    Raises:
-        DeviceError: a device that this machine does not have.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None:
-        return torch.device("cuda" if count else "cpu")
-    seen, instead = f"device {str(device)!r}", "'cpu', 'cuda' or 'cuda:N'"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        seen += ", which torch does not know"
-    else:
-        if chosen.type == "cpu" or (chosen.type == "cuda" and (chosen.index or 0) < count):
-            return chosen
-        seen += ", for which weft has no kernels"
-        if chosen.type == "cuda":
-            seen, instead = f"device {str(device)!r}, but torch sees {count} CUDA devices", "'cpu', or leave it out"
-    if isinstance(device, torch.dtype):
-        instead = "dtype=..."
-    raise DeviceError(call, seen, instead)
-
-
-def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
-    """The torch dtype of a name or a dtype; None stays None.
-
-    Raises:
-        RequestError: a dtype that no decoder runs in.
-    """
-    check_values(call, _RULES, {"dtype": dtype})
-    return DTYPES[dtype] if isinstance(dtype, str) else dtype
-
-
-def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
-    """The index of a stage and the number of stages; None: the only one.
-
-    Raises:
-        ProgramError: the model has no stage of this index.
-    """
-    check_values(call, _RULES, {"stage": stage}, ProgramError)
-    return (0, 1) if stage is None else stage
-
-
 @names_arguments(**LOAD)
 def load(
     path: str | Path,
@@ -329,6 +296,7 @@ def load(
     stage: tuple[int, int] | None = None,
     strict: bool = False,
     progress: bool = False,
+    attention: str | AttentionBackend = "auto",
 ) -> Model:
     """Load a checkpoint folder as Hugging Face writes it: config.json, *.safetensors, and tokenizer.json if there is
     one.
@@ -341,6 +309,8 @@ def load(
         strict: whether fields of config.json that weft does not know are an error, instead of one
             `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
+        attention: the implementation of attention, by name or a value of your own: `triton` on CUDA, `reference` on the
+            CPU, `torch` on both, in torch's own operations; `auto` takes the first that the device has.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
@@ -362,13 +332,14 @@ def load(
     config = config_in_folder(folder, call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = split_model(config, num_stages)[index]
+    functions = attrs.evolve(OWN, attend=pick_attention(attention, config, where, kind, call=call))
     tokenizer = _load_tokenizer(folder, call)
     files = weight_files(folder, call)
     with ThreadPoolExecutor(1) as beside:  # the digest reads a few pages of each file, the load all of them
         digest = beside.submit(digest_files, folder, files)
         params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
-        return Model(config, params, tokenizer, folder, layout=layout, origin=origin)
+        return Model(config, params, tokenizer, folder, layout=layout, origin=origin, functions=functions)
 
 
 def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:

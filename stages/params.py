@@ -52,7 +52,7 @@ class LayerParams(Summarized):
     A projection with a scale is float8_e4m3fn: `weight[…, n, k]` is multiplied by `scale[…, n // 128, k // 128]`, which
     is float32. Each of the matrices in it begins at a multiple of 128 rows, and zeros fill the gaps.
 
-    `lora` holds slots of adapters, in the dtype of the norms.
+    `lora` holds slots of adapters, in the dtype of the norms. `index` is the layer's place in the whole model.
     """
 
     input_layernorm: Tensor
@@ -73,6 +73,7 @@ class LayerParams(Summarized):
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
     lora: LayerLora = LayerLora()
+    index: int = attrs.field(default=0, metadata=static())
 
 
 @pytree

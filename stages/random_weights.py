@@ -23,10 +23,11 @@ from weft.stages.checkpoint import (
     digest_params,
     stage_fields,
 )
+from weft.stages.choices import pick_device, pick_dtype, pick_stage
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field, adaptable
 from weft.stages.layout import StageLayout, split_model
-from weft.stages.model import Model, pick_device, pick_dtype, pick_stage
+from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 
 _AT_ONCE = 2**28

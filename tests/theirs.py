@@ -5,6 +5,8 @@ from typing import Any
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -18,4 +20,5 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
     "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
 }

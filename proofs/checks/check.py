@@ -30,7 +30,7 @@ from weft.proofs.checks.search import (
 )
 from weft.proofs.checks.subject import Arguments, Subject
 from weft.proofs.checks.user_laws import LAWS, UserLaw
-from weft.stages.model import pick_device
+from weft.stages.choices import pick_device
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.options import GraphifyOptions

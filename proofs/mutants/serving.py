@@ -17,7 +17,7 @@ from weft.proofs import serving
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling import SamplingParams
-from weft.stages.rope import mrope_positions
+from weft.stages.attention.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine

@@ -51,8 +51,10 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
         raw["head_dim"] = head_dim
     if known.experts:
         raw |= draw(st.sampled_from(EXPERTS))
-    if not known.qkv_bias_only:
+    if "attention_bias" not in known.neutral_at:
         raw["attention_bias"] = draw(st.booleans())
+    if known.windows and not known.window_switch:
+        raw["sliding_window"] = draw(st.sampled_from((3, 1, 7, None)))
     return parse_config(raw, source="a drawn configuration")
 
 
@@ -68,6 +70,18 @@ def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
         "decoder_sparse_step": draw(st.sampled_from((1, 1, 2))),
         "mlp_only_layers": draw(st.lists(st.integers(0, num_layers - 1), max_size=1)),
     }
+
+
+@st.composite
+def window_fields(draw: st.DrawFn, architecture: str, num_layers: int) -> dict[str, Any]:
+    """Fields of sliding-window attention, for an architecture that has it: in all layers, in some, or in none."""
+    known = architectures.ARCHITECTURES[architecture]
+    fields: dict[str, Any] = {"sliding_window": draw(st.sampled_from((3, 1, 7, 20, None)))}
+    if known.window_switch:
+        fields["use_sliding_window"] = draw(st.booleans())
+    if known.windows == "some":
+        fields["max_window_layers"] = draw(st.integers(0, num_layers))
+    return fields
 
 
 EXPERTS = (

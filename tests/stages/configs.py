@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from weft.stages.attention.rope import Rope
 from weft.stages.config import ModelConfig, MoeConfig, parse_config
-from weft.stages.rope import Rope
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
@@ -30,7 +30,7 @@ def parse(raw: dict[str, Any], *, strict: bool = False) -> ModelConfig:
 def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:
     """Compare field by field; of the rotary embedding, only the fields that all transformers configurations have."""
     text, is_qwen2 = theirs.get_text_config(), architecture.startswith("Qwen2")
-    attention_bias = is_qwen2 or text.attention_bias
+    attention_bias = is_qwen2 or getattr(text, "attention_bias", False)
     eos = text.eos_token_id
     assert ours == ModelConfig(
         architecture=architecture,
@@ -52,7 +52,15 @@ def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=theirs.dtype or torch.float32,
         moe=None if architecture != "Qwen3MoeForCausalLM" else experts_of(text),
+        windows=windows_of(text),
     )
+
+
+def windows_of(text: Any) -> tuple[int, ...]:
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    windows = tuple(window if window and kind == "sliding_attention" else 0 for kind in kinds)
+    return windows if any(windows) else ()
 
 
 def section_of(text: Any, architecture: str) -> tuple[int, int, int] | None:

@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 7}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {"head_dim": 8, **EXPERTS}),
 }
 LENGTHS = (19, 3, 33, 1)

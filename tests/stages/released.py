@@ -90,6 +90,18 @@ _LLAMAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def mistral(version: str, window: int | None, theta: float, vocab: int) -> dict[str, Any]:
+    own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-05, "rope_theta": theta}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "transformers_version": version}
+    return {**_ALL, **own, **tokens, **sizes(4096, 14336, 32, 32, 8, 32768, vocab), "sliding_window": window}
+
+
+_MISTRALS = {
+    "Mistral-7B-v0.1": mistral("4.34.0.dev0", 4096, 10000.0, 32000),
+    "Mistral-7B-Instruct-v0.3": mistral("4.42.0.dev0", None, 1000000.0, 32768),
+}
+
+
 def qwen(name: str, eos: int, version: str, **fields: Any) -> dict[str, Any]:
     own = {"architectures": [f"{name}ForCausalLM"], "attention_dropout": 0.0, "rms_norm_eps": 1e-06}
     window = {"rope_theta": 1000000.0, "use_sliding_window": False, "tie_word_embeddings": True}
@@ -176,7 +188,7 @@ _VLS: dict[str, dict[str, Any]] = {
     "Qwen2-VL-2B-Instruct": qwen2_vl(1536, **sizes(1536, 8960, 28, 12, 2, 32768, 151936)),
     "Qwen2-VL-7B-Instruct": qwen2_vl(3584, **sizes(3584, 18944, 28, 28, 4, 32768, 152064), tie_word_embeddings=False),
 }
-RELEASED = {**_LLAMAS, **_QWENS, **_VLS}
+RELEASED = {**_LLAMAS, **_MISTRALS, **_QWENS, **_VLS}
 
 # Its rotary embedding has a key that transformers does not know and ignores, too.
 R1_0528_QWEN3_8B = qwen3(

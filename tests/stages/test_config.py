@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from weft.errors import CheckpointNotFoundError, ConfigError
-from weft.proofs.strategies.models import moe_fields
+from weft.proofs.strategies.models import moe_fields, window_fields
 from weft.stages.config import load_config
 
 
@@ -51,11 +51,14 @@ def transformers_configs(draw: st.DrawFn) -> tuple[str, PretrainedConfig]:
         "dtype": draw(st.sampled_from([None, "float32", "bfloat16", "float16"])),
         "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([1e4, 5e5]))},
     }
-    if architecture != "Qwen2ForCausalLM":
+    if architecture not in ("Qwen2ForCausalLM", "MistralForCausalLM"):
         fields["attention_bias"] = draw(st.booleans())
+    if architecture != "Qwen2ForCausalLM":
         fields |= draw(st.fixed_dictionaries({}, optional={"head_dim": st.sampled_from([2, 8, 64])}))
     if architecture == "LlamaForCausalLM":
         fields["mlp_bias"] = draw(st.booleans())
+    else:
+        fields |= draw(window_fields(architecture, fields["num_hidden_layers"]))
     if architecture == "Qwen3MoeForCausalLM":
         fields |= draw(moe_fields(fields["num_hidden_layers"]))
     return architecture, CLASSES[architecture][0](**fields)
@@ -73,14 +76,15 @@ def test_what_transformers_writes_is_read_back(
 
 
 SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
 
 
 @pytest.mark.parametrize(
     ("raw", "seen", "instead"),
     [
         (
-            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
-            "config.json has architectures=['MistralForCausalLM']",
+            {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
+            "config.json has architectures=['GemmaForCausalLM']",
             SUPPORTED,
         ),
         (
@@ -153,19 +157,39 @@ SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM,
             "weft supports 'full_attention' in each of the 2 layers",
         ),
         (
+            {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], **SLIDING},
+            "config.json has layer_types=['full_attention', 'linear_attention']",
+            "weft supports 'full_attention' or 'sliding_attention' in each of the 2 layers",
+        ),
+        (
+            {**QWEN3_MOE, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, **SLIDING},
+            "config.json has layer_types=['full_attention', 'full_attention']",
+            "in a qwen3_moe all layers are of one kind, which layer_types does not change",
+        ),
+        (
+            {**QWEN2, **SLIDING, "sliding_window": 0},
+            "config.json has sliding_window=0",
+            "sliding_window is a whole number, 1 or more",
+        ),
+        (
+            {**QWEN2, **SLIDING, "max_window_layers": None},
+            "config.json has max_window_layers=None",
+            "max_window_layers is a whole number of layers",
+        ),
+        (
             {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention"]},
             "config.json has layer_types=['full_attention']",
             "weft supports 'full_attention' in each of the 2 layers",
         ),
         (  # the right list for so many layers would fill the memory
             {**QWEN2, "num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]},
-            "config.json has layer_types=['full_attention']",
-            f"weft supports 'full_attention' in each of the {2**31 - 1} layers",
+            f"config.json has {2**31 - 1} layers",
+            "65536 layers at most",
         ),
         (
             {**LLAMA, "sliding_window": 4096},
             "config.json has sliding_window=4096",
-            "weft has no sliding windows: set sliding_window to null",
+            "a llama has no sliding windows: set sliding_window to null, or name MistralForCausalLM",
         ),
         # In Python 0 == False and 1 == True, but neither may be read as the other.
         (

@@ -64,7 +64,7 @@ def arguments(dim: int) -> tuple[Any, ...]:
     q, (k, v) = torch.randn(3, 4, dim, generator=generator), torch.randn(2, 3, 2, dim, generator=generator)
     starts, lengths = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     table = torch.tensor([[1], [0]], dtype=torch.int32)
-    return q, k, v, torch.zeros(2, 2, 4, 2, dim), torch.tensor([4, 5, -1]), table, starts, lengths, 2, dim**-0.5
+    return q, k, v, torch.zeros(2, 2, 4, 2, dim), torch.tensor([4, 5, -1]), table, starts, lengths, 2, dim**-0.5, 0
 
 
 def test_the_op_is_attention_and_quantises_its_result() -> None:

@@ -35,7 +35,7 @@ import weft
 from weft.batch import Batch
 from weft.errors import DerivativeError
 from weft.proofs.strategies import ARCHITECTURES, ROPES
-from weft.proofs.strategies.models import moe_fields
+from weft.proofs.strategies.models import moe_fields, window_fields
 from weft.stages.adapters import stage_params
 from weft.stages.config import parse_config
 from weft.stages.drafting import model_drafter
@@ -88,8 +88,10 @@ def cases(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": draw(st.sampled_from(ROPES)),
     }
-    if architecture != "Qwen2ForCausalLM":
+    if architecture not in ("Qwen2ForCausalLM", "MistralForCausalLM"):
         fields["attention_bias"] = draw(st.booleans())
+    if architecture == "MistralForCausalLM":
+        fields |= draw(window_fields(architecture, fields["num_hidden_layers"]))
     if architecture == "Qwen3MoeForCausalLM":
         fields |= draw(moe_fields(fields["num_hidden_layers"]))
         fields["num_experts_per_tok"] = min(fields["num_experts"], max(2, fields["num_experts_per_tok"]))

@@ -103,7 +103,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
         ConfigError,
         "config.json has architectures=['GPT2LMHeadModel']",
         "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-        "Qwen2VLForConditionalGeneration",
+        "MistralForCausalLM, Qwen2VLForConditionalGeneration",
     ),
     "a field that changes the computation": (
         lambda f: change_config(f, logit_softcap=30.0),

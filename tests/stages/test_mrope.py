@@ -16,17 +16,18 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from weft.batch import EMBEDDED, Batch
 from weft.errors import DescriptorError
 from weft.outputs import IntermediateTensors
-from weft.stages import decoder, rope
+from weft.stages import decoder
+from weft.stages.attention import rope
+from weft.stages.attention.rope import mrope_position_delta
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.params import slice_params
-from weft.stages.rope import mrope_position_delta
 from weft.state import State, advance
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.prompts import EmbedsPrompt
-from weft.transforms.engine.setup import SPLIT_AT, make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
 from weft.transforms.pipelines.pipeline import compose, pipeline
@@ -190,7 +191,9 @@ def test_graph_of_a_pipeline(theirs: Any, model: Model, embeds: Tensor, position
     layouts = split_layers(3, 2)
     stages = [decoder_stage(model.config, layout, keep_logits=True) for layout in layouts]
     params = tuple(slice_params(model.params, layout) for layout in layouts)
-    step = graphify(pipeline(stages, advance=advance), ladder=make_ladder("full", Limits(2, 24)), split_at=SPLIT_AT)
+    step = graphify(
+        pipeline(stages, advance=advance), ladder=make_ladder("full", Limits(2, 24)), split_at="weft::paged_attention"
+    )
     check(run(step, params, state_of(model, 2, positions), prompts(embeds, positions, [17])), theirs, embeds, positions)
 
 

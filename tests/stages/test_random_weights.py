@@ -9,12 +9,12 @@ from hypothesis import given, settings, strategies as st
 from saved_models import SMALL, assert_same, whole
 
 from weft.errors import DeviceError, ProgramError
+from weft.stages.attention.rope import inverse_frequencies
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import PRESETS, random_model, random_params
-from weft.stages.rope import inverse_frequencies
 from weft.trees import tree_leaves
 
 

@@ -13,8 +13,8 @@ from transformers import Qwen2VLConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from weft.errors import ConfigWarning
+from weft.stages.attention.rope import Rope, inverse_frequencies
 from weft.stages.config import ModelConfig
-from weft.stages.rope import Rope, inverse_frequencies
 
 CONFIGS = {name: pair[0] for name, pair in CLASSES.items()} | {QWEN2_VL["architectures"][0]: Qwen2VLConfig}
 

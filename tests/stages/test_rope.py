@@ -1,4 +1,4 @@
-"""`weft.stages.rope` against transformers' own rotary embeddings."""
+"""`weft.stages.attention.rope` against transformers' own rotary embeddings."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from weft.arguments.json_text import Fields
 from weft.errors import ConfigError
 from weft.ops.rotary import rotate_and_keep
-from weft.stages.rope import Rope, inverse_frequencies, parse_rope, rope_tables, unknown_rope_keys
+from weft.stages.attention.rope import Rope, inverse_frequencies, parse_rope, rope_tables, unknown_rope_keys
 
 MODULES = [
     (LlamaConfig, LlamaRotaryEmbedding),

@@ -15,9 +15,10 @@ import torch
 from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
 from weft.errors import ConfigWarning, ProgramError
+from weft.stages.choices import pick_device
 from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, load, pick_device
+from weft.stages.model import Model, load
 from weft.stages.random_weights import PRESETS, random_model
 from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions
 from weft.transforms.engine.engine import Engine

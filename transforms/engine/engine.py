@@ -22,9 +22,9 @@ from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Strea
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.setup import assert_same_engines, engine_ladder, make_executor
+from weft.transforms.engine.setup import assert_same_engines, make_executor
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.step import Work, engine_ladder
 from weft.transforms.engine.weights import Params, make_weights
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.pipelines.transports import Transport
@@ -99,7 +99,7 @@ class Engine:
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
         self._executor = executor(self.limits)
         self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size)
-        self._counts = Counts(engine_ladder(graph, budget, len(named)))
+        self._counts = Counts(engine_ladder(graph, budget, len(named), model.functions))
         self._pending: deque[PendingResults] = deque()
         self._failed: list[RequestOutput] = []
         self._num_added = 0

@@ -268,7 +268,8 @@ def _limits(
     rows = min(sum(each.n for each in params), MAX_NUM_REQS)
     longest = min(max(map(len, prompts)) + max_tokens, model.config.max_position_embeddings)
     tokens = max(MAX_NUM_TOKENS, -(-rows // stages))
-    return EngineLimits(max_num_reqs=rows, max_num_tokens=tokens, max_model_len=longest)
+    size = model.functions.page_size
+    return EngineLimits(max_num_reqs=rows, max_num_tokens=tokens, max_model_len=longest, page_size=size)
 
 
 def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int] | EmbedsPrompt]:

@@ -244,8 +244,10 @@ class EngineLimits:
             executor: makes an executor under given limits; pages leave room for its graphs. None: there are no graphs.
 
         Raises:
+            ProgramError: pages of a size for which the model's attention has no kernels.
             RequestError: no room for a request.
         """
+        model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
         length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
         lens = (1,) if speculation is None else speculation.query_lens

@@ -11,9 +11,9 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values, is_int
 from weft.batch import EMBEDDED
 from weft.display.summary import Summarized
+from weft.stages.attention.rope import mrope_position_delta
 from weft.stages.functions import StageFunctions
 from weft.stages.model import Model
-from weft.stages.rope import mrope_position_delta
 
 _MAX_POSITION = 2**31
 """Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64."""

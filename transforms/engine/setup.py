@@ -10,7 +10,6 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values
 from weft.batch import Batch
 from weft.carried import Carried
-from weft.descriptor import BatchDescriptor
 from weft.display.tables import Table
 from weft.effects import Schema
 from weft.errors import ProgramError
@@ -24,11 +23,9 @@ from weft.stages.params import num_bytes
 from weft.state import State, admit, advance
 from weft.transforms.engine.executor import Executor, PipelineExecutor, StepExecutor
 from weft.transforms.engine.options import RULES, ResolvedLimits, stage_rule
-from weft.transforms.engine.requests import Budget
-from weft.transforms.engine.step import advance_work, with_edits
+from weft.transforms.engine.step import advance_work, engine_ladder, graph_step, model_ladder, with_edits
 from weft.transforms.engine.weights import Weights
-from weft.transforms.graphs.graphify import graphify
-from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder
+from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
@@ -36,8 +33,6 @@ from weft.trees import tree_map
 
 PAGE_SIZE = 16
 """Tokens per page."""
-SPLIT_AT = ("weft::paged_attention",)
-"""The operators at which piecewise graphs cut a decoder."""
 _LENGTHS: Rule = (
     lambda given: isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given),
     "a list of whole numbers >= 1, one a request",
@@ -56,12 +51,6 @@ def assert_same_engines(
     facts |= {f"adapter {name!r}": own.weights for name, own in adapters.items()}
     for subject, value in facts.items():
         assert_equal(subject, str(value))
-
-
-def engine_ladder(graph: str, budget: Budget, num_adapters: int) -> Ladder[BatchDescriptor]:
-    """The classes of a cohort's steps that may be captured."""
-    loras = lora_rungs(min(num_adapters, budget.cohort_size))
-    return make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, loras))
 
 
 def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits) -> tuple[State, ...]:
@@ -115,7 +104,7 @@ def make_executor(
         keep_logits: whether outputs hold logits.
     """
     model, speculation = weights.model, limits.speculation
-    ladder = engine_ladder(graph, limits.budget, len(weights.slots))
+    ladder = engine_ladder(graph, limits.budget, len(weights.slots), model.functions)
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
@@ -140,12 +129,6 @@ def make_executor(
 def _detached(leaf: Any) -> Any:
     """A parameter without a gradient, so that the steps keep nothing for backward()."""
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
-    """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for them. With an empty
-    ladder, return it as it is."""
-    return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
 
 
 def _example(model: Model, drafts: int) -> IntermediateTensors:
@@ -216,7 +199,7 @@ def make_runner(
         ProgramError: more stages than layers, or a model that is not the part that runs here.
         DescriptorError: an unknown mode.
     """
-    ladder = make_ladder(mode, limits)
+    ladder = model_ladder(mode, limits, model.functions)
     call, rules = f"make_runner(model, limits, num_stages={num_stages!r})", {"num_stages": stage_rule(model)}
     check_values(call, RULES | rules, {"transport": transport, "num_stages": num_stages}, ProgramError)
     transport = transport or Local()

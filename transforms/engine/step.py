@@ -14,13 +14,19 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output, PerToken
 from weft.sampling import SamplingParams
+from weft.stages.functions import StageFunctions
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
 from weft.transforms.engine.prompts import PromptContent, RequestExtras
+from weft.transforms.engine.requests import Budget
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder, with_whole
 from weft.transforms.pipelines.pipeline import Stage
 from weft.trees import pytree
 
 _STATIC = {"weft.static": True}
+_SPLIT_AT = ("weft::paged_attention", "weft::attend_outside")
+"""The operators at which piecewise graphs cut a decoder."""
 
 
 @attrs.frozen
@@ -326,3 +332,22 @@ def apply_edits(state: State, edits: Edits) -> State:
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])
     return state
+
+
+def engine_ladder(graph: str, budget: Budget, num_adapters: int, functions: StageFunctions) -> Ladder[BatchDescriptor]:
+    """The classes of a cohort's steps that may be captured, with the attention that the stages have."""
+    loras = lora_rungs(min(num_adapters, budget.cohort_size))
+    return model_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, loras), functions)
+
+
+def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:
+    """The classes that a model with these functions may capture. Where its attention runs inside of a graph, there is
+    no operator to cut at, and the graph is whole."""
+    ladder = make_ladder(mode, limits, capability=functions.capability, strict=False)
+    return ladder if functions.inside is None else with_whole(ladder, functions.inside)
+
+
+def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
+    """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for them. With an empty
+    ladder, return it as it is."""
+    return graphify(step, ladder=ladder, split_at=_SPLIT_AT, backend=backend) if len(ladder) else step

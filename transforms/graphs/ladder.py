@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -10,14 +11,14 @@ import attrs
 from weft.arguments.checks import is_int, kind_of
 from weft.descriptor import BatchDescriptor, Descriptor, argument_names
 from weft.display.tables import Table, Tabled
-from weft.errors import DescriptorError
+from weft.errors import DescriptorError, LoweredModeWarning
+from weft.ops.attention.backends import CAPABILITIES
 
 D = TypeVar("D", bound=Descriptor)
 
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
-CAPABILITIES = ("never", "uniform_single_token", "uniform", "always")
-"""The batches that an attention back end can run inside a whole graph: none, decode with one token per request, uniform
-decode, or all. Each capability includes those before it."""
+_LOWER = {"full": "full_and_piecewise", "full_decode_only": "piecewise", "full_and_piecewise": "piecewise"}
+"""The next lower mode; of the others it is `none`."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -227,7 +228,12 @@ def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
 
 
 def make_ladder(
-    mode: str, limits: Limits, sizes: Sequence[int] | None = None, *, capability: str = "always"
+    mode: str,
+    limits: Limits,
+    sizes: Sequence[int] | None = None,
+    *,
+    capability: str = "full",
+    strict: bool = True,
 ) -> Ladder[BatchDescriptor]:
     """The classes that `mode` may capture under `limits`.
 
@@ -245,26 +251,67 @@ def make_ladder(
             batches.
         limits: the limits of a batch.
         sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs` and `token_rungs`.
-        capability: the batches that the attention back end can run inside a whole graph, one of `CAPABILITIES`.
+        capability: the graphs in which the attention can run, one of `weft.ops.attention.backends.CAPABILITIES`.
+        strict: whether a mode that the attention cannot run in is an error; False: it is lowered to the next one in
+            which it can, with a `LoweredModeWarning`.
 
     Raises:
         DescriptorError: the mode or capability is unknown, no batch is within the limits, all sizes are beyond the
-            limits, or the attention back end cannot run in the whole graphs of this mode.
+            limits, or the attention cannot run in the graphs of this mode.
 
     >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=2, max_num_tokens=64))]
     ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
     """
     _check(mode, limits, sizes, capability)
+    call = f"make_ladder({mode!r}, {limits}, capability={capability!r})"
+    mode = _mode_within(call, mode, limits, capability, strict)
     uniform = [] if mode == "none" else _uniform(limits, sizes)
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
     mixed = _ragged(limits, most, sizes) if mode == "full" else []
     pieces = _ragged(limits, limits.max_num_tokens, sizes) if "piecewise" in mode else []
-    if mode == "piecewise":
-        uniform, pieces = [], [*uniform, *pieces]
-    if sizes and mode != "none" and not (uniform or mixed or pieces):
+    whole = [d for d in uniform if mode != "piecewise" and (d.query_len == 1 or _includes(capability, "uniform"))]
+    if "piecewise" in mode:
+        pieces = [*pieces, *(d for d in uniform if d not in whole)]
+    if sizes and mode != "none" and not (whole or mixed or pieces):
         call, instead = f"make_ladder({mode!r}, {limits}, sizes={sizes})", "sizes within the limits, or sizes=None"
         raise DescriptorError(call, "only sizes that no batch within the limits can have", instead)
-    return Ladder(_largest_first([*uniform, *mixed]), _largest_first(pieces))
+    return Ladder(_largest_first([*whole, *mixed]), _largest_first(pieces))
+
+
+def _includes(capability: str, needed: str) -> bool:
+    return CAPABILITIES.index(capability) >= CAPABILITIES.index(needed)
+
+
+def _mode_within(call: str, mode: str, limits: Limits, capability: str, strict: bool) -> str:
+    """The mode, or the next lower one in which attention of this capability can run."""
+    single = "uniform_single_token" if limits.query_lens == (1,) else "uniform"
+    needs = {
+        "none": "none",
+        "piecewise": "piecewise",
+        "full_and_piecewise": "uniform_single_token",  # uniform batches of more tokens run in pieces
+        "full_decode_only": single,
+        "full": "full",
+    }
+    able, lowered = [one for one in MODES if _includes(capability, needs[one])], mode
+    while lowered not in able:
+        lowered = _LOWER.get(lowered, "none")
+    if lowered == mode:
+        return mode
+    seen = f"attention of capability {capability!r}; this mode needs {needs[mode]!r}"
+    if strict:
+        raise DescriptorError(call, seen, f"one of {', '.join(able)}")
+    warnings.warn(f"graph mode {mode!r} is lowered to {lowered!r}: {seen}", LoweredModeWarning, stacklevel=2)
+    return lowered
+
+
+def with_whole(ladder: Ladder[BatchDescriptor], inside: Callable[[int | None], bool]) -> Ladder[BatchDescriptor]:
+    """The same classes, as whole graphs those whose attention runs inside of them.
+
+    Args:
+        inside: of a query length (None: ragged).
+    """
+    whole = [d for d in ladder if d in ladder.full or inside(d.query_len)]
+    return Ladder(_largest_first(whole), tuple(d for d in ladder.piecewise if d not in whole))
 
 
 def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
@@ -309,15 +356,4 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
     if not limits.active_loras or min(limits.active_loras) < 0:
         raise DescriptorError(
             call, "active_loras that is empty, or holds a negative number", "active_loras=lora_rungs(max_loras)"
-        )
-    single = limits.query_lens == (1,)
-    needs = {"full": "always", "none": "never", "piecewise": "never"}.get(
-        mode, "uniform_single_token" if single else "uniform"
-    )
-    if CAPABILITIES.index(capability) < CAPABILITIES.index(needs):
-        able = [m for m in MODES if m in ("none", "piecewise") or (m != "full" and capability != "never")]
-        raise DescriptorError(
-            call,
-            f"an attention back end with capability {capability!r}; this mode needs {needs!r}",
-            f"one of {', '.join(able)}" + ("" if single or capability == "uniform" else ", with query_lens=(1,)"),
         )

@@ -32,6 +32,7 @@ def attend(
     seq_lens: Tensor,
     max_query_len: int,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """`weft.ops.attention.paged.paged_attention`, with the same arguments.
 
@@ -63,7 +64,12 @@ def attend(
     history = torch.where((context < end[:, None])[:, :, None, None], history, 0)  # the rest may be NaN
     keys, values = widened(history).transpose(2, 3).unbind(0)
 
-    seen = (context <= position[:, :, None]) | (context == 0)  # the softmax of no key at all would be NaN
+    last = position[:, :, None]
+    seen = context <= last
+    if window:
+        seen &= context > last - window
+    beyond = (last < 0) | (step >= lengths[:, None])[:, :, None]
+    seen |= beyond & (context == 0)  # the softmax of no key at all would be NaN
     scores = (queries @ keys.transpose(2, 3)).unflatten(2, (len(step), -1))
     weights = scores.masked_fill(~seen[:, None, :, None], -torch.inf).softmax(-1)
     mixed = (weights.flatten(2, 3) @ values).unflatten(2, (len(step), -1))

@@ -26,7 +26,9 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *whe
     Args:
         block: the only size of a head; 0: any.
     """
-    fault = _fault(q, k, v, kv_pages, *where[:-1])
+    fault = _fault(q, k, v, kv_pages, *where[:5])
+    if fault is None and len(where) > 6 and where[6] < 0:
+        fault = "window", f"{where[6]}", "the positions that a query sees, 1 or more; 0: all"
     if fault is None and block and q.shape[2] != block:
         fault = "q", f"heads of {q.shape[2]}, not blocks of {block}", "quantize(paged_attention(q, …).flatten(1))"
     if fault is not None:
@@ -52,6 +54,7 @@ def paged_attention(
     seq_lens: Tensor,
     max_query_len: int,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Write `k` and `v` into `kv_pages` in place, then attend, causally, to each request's pages.
 
@@ -82,6 +85,8 @@ def paged_attention(
         seq_lens: `[R]`, int32: the context of each request, this call's tokens included; 0 for a padded request.
         max_query_len: the most tokens of a request. On a GPU it shapes the launch and may change the order of sums.
         scale: what the products of queries and keys are multiplied by, usually `D ** -0.5`.
+        window: how many of the last positions a query sees, its own included (sliding-window attention, Beltagy et al.
+            2020); 0: all.
 
     Returns:
         `[T, H, D]`, q's dtype, contiguous.
@@ -111,7 +116,7 @@ def paged_attention(
         _write(k, v, kv_pages, slot_mapping, live)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for span in spans:
-        _attend(q, kv_pages, block_table[span.request], span.trimmed(slots), scale, out)
+        _attend(q, kv_pages, block_table[span.request], span.trimmed(slots), scale, window, out)
     if len(live) != len(slots):
         out[slot_mapping < 0] = 0
     return out
@@ -199,7 +204,7 @@ def _write(k: Tensor, v: Tensor, kv_pages: Tensor, slot_mapping: Tensor, tokens:
     values.index_copy_(0, slot_mapping.long(), v)
 
 
-def _attend(q: Tensor, kv_pages: Tensor, pages: Tensor, span: _Span, scale: float, out: Tensor) -> None:
+def _attend(q: Tensor, kv_pages: Tensor, pages: Tensor, span: _Span, scale: float, window: int, out: Tensor) -> None:
     """Fill the span's rows of `out` by softmax attention in float32, a block of queries at a time.
 
     The request alone determines the shapes below, and everything is in new memory (scaling copies q, indexing copies
@@ -212,8 +217,8 @@ def _attend(q: Tensor, kv_pages: Tensor, pages: Tensor, span: _Span, scale: floa
         history = kv_pages.index_select(1, pages[: -(-length // page_size)]).flatten(1, 2)[:, :length].float()
         keys, values = history.transpose(1, 2)
         scores = torch.bmm(_by_kv_head(q[start:end].float() * scale, kv_heads), keys.transpose(1, 2))
-        if end - start > 1:
-            scores = _causal(scores, end - start)
+        if end - start > 1 or 0 < window < length:
+            scores = _masked(scores, end - start, window)
         weighted = torch.bmm(torch.softmax(scores, dim=-1), values)
         out[start:end] = weighted.view(kv_heads, end - start, -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
 
@@ -225,11 +230,14 @@ def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
     return grouped.reshape(kv_heads, -1, dim).contiguous()
 
 
-def _causal(scores: Tensor, queries: int) -> Tensor:
-    """Mask the future of the last `queries` positions in `scores` `[Hkv, queries * group, length]`."""
+def _masked(scores: Tensor, queries: int, window: int) -> Tensor:
+    """Mask the future of the last `queries` positions in `scores` `[Hkv, queries * group, length]`, and what is outside
+    of their windows."""
     kv_heads, rows, length = scores.shape
-    future = torch.ones(queries, length, dtype=torch.bool).triu(length - queries + 1)
-    masked = scores.view(kv_heads, queries, -1, length).masked_fill(future[:, None], -torch.inf)
+    visible = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+    if window:
+        visible = visible.triu(length - queries - window + 1)
+    masked = scores.view(kv_heads, queries, -1, length).masked_fill(~visible[:, None], -torch.inf)
     return masked.view(kv_heads, rows, length)
 
 

@@ -113,6 +113,7 @@ def attend_kernel(
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -147,7 +148,11 @@ def attend_kernel(
     live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
     # Tiles end with the last live row's context: later slots are not reached, and may hold NaN.
     position = tl.where(live, seq_len - query_len + query, -1)
-    lo, hi = _share(tl.max(position, axis=0) + 1, KEYS, SPLITS)
+    first = 0
+    if WINDOW:  # the tile of the first key that any of them sees
+        oldest = tl.min(tl.where(live, position, seq_len), axis=0) - WINDOW + 1
+        first = tl.maximum(oldest, 0) // KEYS * KEYS
+    lo, hi = _share(first, tl.max(position, axis=0) + 1, KEYS, SPLITS)
 
     head = tl.program_id(1) * GROUP + row % GROUP
     dim = tl.arange(0, DIMS)
@@ -155,7 +160,7 @@ def attend_kernel(
     queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
     table = block_table + request.to(tl.int64) * stride_table
     m, s, acc = _attend_tiles(
-        queries, position, kv_pages, values, table, lo, hi, scale, KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS
+        queries, position, kv_pages, values, table, lo, hi, scale, KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW
     )
 
     release()
@@ -170,10 +175,10 @@ def attend_kernel(
 
 
 @triton.jit
-def _share(length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
-    """The positions lo:hi of this program's share of a context, in whole tiles; the last shares may be empty."""
-    share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
-    lo = tl.program_id(2) * share
+def _share(first, length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """The positions lo:hi of this program's share of first:length, in whole tiles; the last shares may be empty."""
+    share = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS) * KEYS
+    lo = first + tl.program_id(2) * share
     return lo, tl.minimum(lo + share, length)
 
 
@@ -193,6 +198,7 @@ def _attend_tiles(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` over the positions lo:hi."""
     dim = tl.arange(0, DIMS)
@@ -208,7 +214,10 @@ def _attend_tiles(
         key = tl.load(kv_pages + offset[:, None] + dim[None, :], mask=mask, other=0.0)
         value = tl.load(kv_pages + values + offset[:, None] + dim[None, :], mask=mask, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where((at[None, :] <= position[:, None]) & (at < hi)[None, :], scores, float("-inf"))
+        seen = (at[None, :] <= position[:, None]) & (at < hi)[None, :]
+        if WINDOW:
+            seen &= at[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -249,6 +258,7 @@ def _attend_into(
     seq_lens: Tensor,
     max_query_len: int,
     scale: float,
+    window: int,
 ) -> bool:
     """Write and attend. Results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]` with `scales` `[T, H]`.
 
@@ -264,7 +274,7 @@ def _attend_into(
     with torch.cuda.device_of(q):
         if k is not None and v is not None:
             _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
-        _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, out, scales)
+        _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, window, out, scales)
     return True
 
 
@@ -295,11 +305,19 @@ def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where) -> None:
 
 
 def _launch_attend(
-    q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int, scale: float, out: Tensor, scales: Tensor | None
+    q: Tensor,
+    kv_pages: Tensor,
+    where: Where,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    out: Tensor,
+    scales: Tensor | None,
 ) -> None:
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
+    context = min(context, window + max_query_len) if window else context
     plan = plan_launch(
         tokens, requests, group, kv_heads, dim, context, max_query_len, q.element_size(), _processors(q.device)
     )
@@ -330,6 +348,7 @@ def _launch_attend(
         KEYS=plan.keys,
         DIMS=plan.dims,
         SPLITS=plan.splits,
+        WINDOW=window,
         ONE_BLOCK=plan.one_block,
         QUANTIZE=quantized and not split,
         BLOCK_R=1 if plan.one_block else _SEARCHED,

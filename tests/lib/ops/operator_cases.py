@@ -82,7 +82,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     # Two requests: the first has 5 tokens in its pages and reads 2 more, the second begins. Then two of padding.
     where = (
         integers(13, 14, 4, 5, 6, -1, -1), torch.tensor([[2, 3], [1, 2], [0, 0]], dtype=torch.int32),
-        integers(0, 2, 5, 7, of=torch.int32), integers(7, 3, 0, of=torch.int32), 3, 0.5,
+        integers(0, 2, 5, 7, of=torch.int32), integers(7, 3, 0, of=torch.int32), 3, 0.5, 2,
     )  # fmt: skip
     tables = randn(7, 1).cos(), randn(7, 1).sin()
     table = SamplingTable.zeros(3, 10, 2, "cpu")

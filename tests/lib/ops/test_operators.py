@@ -96,6 +96,7 @@ PAGED = [
     Shape((Request(past=5, new=3), Request(new=9), Request(past=2, new=1)), tail=2),
     Shape((Request(past=3, new=1), Request(past=9, new=1), Request(padded=True, new=1)), seed=1),
     Shape((Request(new=4, dead=2), Request(), Request(past=7, new=2, dead=1)), tail=1, kv_heads=1, seed=2),
+    Shape((Request(past=9, new=4), Request(past=7, new=2, dead=1)), tail=1, seed=3, window=3),
 ]
 """The derivatives with NaN wherever nothing may read: in padding, the rest of last pages, and unowned pages."""
 

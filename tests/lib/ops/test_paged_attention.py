@@ -48,12 +48,12 @@ def test_a_request_reads_what_another_writes_in_the_same_call() -> None:
 
 def alone(case: Case, request: int) -> tuple[Tensor, Tensor]:
     """One request's rows from the whole batch, and from a batch with that request alone."""
-    q, k, v, pages, slots, table, starts, lens, longest, scale = case.args
+    q, k, v, pages, slots, table, starts, lens, longest, scale, window = case.args
     rows = slice(int(starts[request]), int(starts[request + 1]))
     span = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
     one = (q[rows], k[rows], v[rows], pages.clone(), slots[rows], table[request : request + 1], span)
-    batch = paged_attention(q, k, v, pages.clone(), slots, table, starts, lens, longest, scale)
-    return batch[rows], paged_attention(*one, lens[request : request + 1], longest, scale)
+    batch = paged_attention(q, k, v, pages.clone(), slots, table, starts, lens, longest, scale, window)
+    return batch[rows], paged_attention(*one, lens[request : request + 1], longest, scale, window)
 
 
 @settings(deadline=None, max_examples=40)
@@ -133,6 +133,7 @@ def test_errors_name_the_argument_and_say_what_to_pass() -> None:
     assert "strides" in refusal({3: pages.transpose(2, 3).contiguous().transpose(2, 3)})
     assert "k on meta, q on cpu" in refusal({1: k.to("meta")}, DeviceError)
     assert "no request could have a token" in refusal({8: 0})
+    assert "window has -1\n  instead: the positions that a query sees, 1 or more; 0: all" in refusal({10: -1})
 
 
 def test_the_reference_looks_at_the_lengths_too() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import weft
 from weft.batch import LAST_TOKEN
 from weft.proofs.strategies import ARCHITECTURES, ROPES
-from weft.proofs.strategies.models import moe_fields
+from weft.proofs.strategies.models import moe_fields, window_fields
 from weft.stages.model import DEMO
 from weft.transforms.graphs.ladder import MODES
 
@@ -40,10 +40,12 @@ def cases(draw: st.DrawFn, architecture: str) -> Case:
         "eos_token_id": draw(st.one_of(st.none(), token, st.lists(token, min_size=1, max_size=6))),
         "bos_token_id": None,
     }
-    if architecture != "Qwen2ForCausalLM":
+    if architecture not in ("Qwen2ForCausalLM", "MistralForCausalLM"):
         fields["attention_bias"] = draw(st.booleans())
     if architecture == "LlamaForCausalLM":
         fields["mlp_bias"] = draw(st.booleans())
+    else:
+        fields |= draw(window_fields(architecture, fields["num_hidden_layers"]))
     if architecture == "Qwen3MoeForCausalLM":
         fields |= draw(moe_fields(fields["num_hidden_layers"]))
     if architecture.startswith("Qwen3"):  # its heads need not fill the hidden size
@@ -90,6 +92,7 @@ CHOSEN = [
     Case("Qwen2ForCausalLM", {**SIZES, "tie_word_embeddings": True, "rope_parameters": YARN}, 9, LENGTHS, sharded=True),
     Case("Qwen3ForCausalLM", {**SIZES, "head_dim": 10, "rope_parameters": LINEAR}, 22, LENGTHS),
     Case("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS, "head_dim": 8, "norm_topk_prob": True}, 3, LENGTHS),
+    Case("MistralForCausalLM", {**SIZES, "sliding_window": 7}, 4, LENGTHS),
 ]
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings, strategies as st
 from refusal import refused
 
 from weft.descriptor import BatchDescriptor as B, Descriptor
-from weft.errors import DescriptorError
+from weft.errors import DescriptorError, LoweredModeWarning
+from weft.ops.attention.backends import CAPABILITIES
 from weft.proofs.strategies.images import Image, Resolution
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import (
-    CAPABILITIES,
     MODES,
     Ladder,
     Limits,
@@ -123,21 +123,30 @@ def test_numbers_of_loras_have_graphs_of_their_own() -> None:
 @pytest.mark.parametrize("query_lens", [(1,), (1, 3)])
 def test_a_mode_that_the_attention_cannot_is_an_error(capability: str, mode: str, query_lens: tuple[int, ...]) -> None:
     able = {
-        "never": ["none", "piecewise"],
+        "none": ["none"],
+        "piecewise": ["none", "piecewise"],
         "uniform_single_token": [
-            "none",
-            "piecewise",
-            *(["full_decode_only", "full_and_piecewise"] * (query_lens == (1,))),
+            *("none", "piecewise", "full_and_piecewise"), *(["full_decode_only"] * (query_lens == (1,)))
         ],
         "uniform": ["none", "piecewise", "full_decode_only", "full_and_piecewise"],
-        "always": list(MODES),
-    }[capability]
+        "full": list(MODES),
+    }[capability]  # fmt: skip
     limits = Limits(4, 16, query_lens)
     if mode in able:
-        assert make_ladder(mode, limits, capability=capability) == make_ladder(mode, limits)
-    else:
-        with pytest.raises(DescriptorError, match=f"capability '{capability}'; this mode needs"):
-            make_ladder(mode, limits, capability=capability)
+        ladder, whole = make_ladder(mode, limits, capability=capability), make_ladder(mode, limits)
+        assert {*ladder} == {*whole}
+        longest = {"uniform_single_token": 1, "uniform": 3, "full": 3}.get(capability, 0)
+        assert all((d.query_len or 1) <= longest and (d.is_uniform or capability == "full") for d in ladder.full)
+        assert all(d in ladder.full or (d.query_len or 0) > longest for d in whole.full)
+        return
+    with pytest.raises(DescriptorError, match=f"capability '{capability}'; this mode needs"):
+        make_ladder(mode, limits, capability=capability)
+    order = ["full", "full_and_piecewise", "piecewise", "none"]
+    after = order[order.index(mode) + 1 :] if mode in order else order[2:]
+    lower = next(one for one in after if one in able)
+    with pytest.warns(LoweredModeWarning, match=f"'{mode}' is lowered to '{lower}': .* this mode needs"):
+        lowered = make_ladder(mode, limits, capability=capability, strict=False)
+    assert lowered == make_ladder(lower, limits, capability=capability)
 
 
 @FAST

@@ -32,11 +32,13 @@ class Shape:
     page_size: int = 4
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    window: int = 0
 
     def __str__(self) -> str:
         longest = max([0, *(r.new + r.dead for r in self.requests)])
         sizes = f"{self.kv_heads}x{self.group}x{self.dim}-page{self.page_size}"
-        return f"{len(self.requests)}reqs-upto{longest}-{sizes}-{str(self.dtype).removeprefix('torch.')}"
+        window = f"-window{self.window}" if self.window else ""
+        return f"{len(self.requests)}reqs-upto{longest}-{sizes}-{str(self.dtype).removeprefix('torch.')}{window}"
 
 
 @attrs.frozen
@@ -48,16 +50,17 @@ class Case:
     pages: Tensor
 
 
-def dense(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def dense(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
     """The last len(queries) positions of one request attend to its history: a head and a query at a time, float64."""
     group = queries.shape[1] // keys.shape[1]
     out = torch.empty(queries.shape, dtype=torch.float64)
     for i in range(len(queries)):
-        seen = len(keys) - len(queries) + i + 1
+        end = len(keys) - len(queries) + i + 1
+        seen = slice(max(0, end - window) if window else 0, end)
         for head in range(queries.shape[1]):
-            scores = keys[:seen, head // group].double() @ queries[i, head].double() * scale
+            scores = keys[seen, head // group].double() @ queries[i, head].double() * scale
             weights = (scores - scores.max()).exp()
-            out[i, head] = weights @ values[:seen, head // group].double() / weights.sum()
+            out[i, head] = weights @ values[seen, head // group].double() / weights.sum()
     return out
 
 
@@ -100,7 +103,7 @@ def draw_request(
     pages.flatten(1, 2)[:, slots[: request.past]] = history[:, : request.past]
     kept = request.past if request.padded else live
     expected.flatten(1, 2)[:, slots[:kept]] = history[:, :kept]
-    out = dense(q, history[0], history[1], shape.dim**-0.5)
+    out = dense(q, history[0], history[1], shape.dim**-0.5, shape.window)
     keys, values = history[:, request.past :]
     new = Rows(q, keys, values, slots[request.past :], out * 0 if request.padded else out)
     return [new, padding(shape, [-1] * request.dead)]
@@ -131,6 +134,7 @@ def draw_case(shape: Shape) -> Case:
         torch.tensor(seq_lens, dtype=torch.int32),
         max([1, *lengths]),
         shape.dim**-0.5,
+        shape.window,
     )
     return Case(args, torch.cat([part.out for part in rows]), expected)
 
@@ -165,6 +169,7 @@ shapes = st.builds(
     st.sampled_from([1, 3, 4, 16]),
     st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
     st.integers(0, 2**31),
+    st.sampled_from([0, 0, 1, 2, 5, 16, 100]),
 )
 
 DECODE = tuple(Request(past, 1) for past in (0, 3, 4, 40, 17))
@@ -190,4 +195,8 @@ FIXED = [
     Shape(()),
     Shape(RAGGED, tail=3, dtype=torch.float16),
     Shape(DECODE, dtype=torch.float16),
+    Shape(RAGGED, tail=3, window=5),
+    Shape((*DECODE, Request(0, 1, padded=True)), window=16, page_size=16),
+    Shape((Request(300, 1),), kv_heads=1, group=1, window=70),
+    Shape((Request(3, 90), Request(200, 40)), window=33, dim=16, page_size=16),
 ]

@@ -1,0 +1,168 @@
+"""`AttentionBackend`: an implementation of attention over pages, with what it can run on, and in which graphs."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import Rule, check_values
+from weft.errors import DeviceError, ProgramError
+from weft.ops.attention.functional import attend
+from weft.ops.attention.paged import paged_attention
+from weft.ops.register import operator
+
+CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
+"""The graphs in which a back end can run: none; between two graphs, eagerly; inside a graph of a decode with one token
+for each request; of any uniform decode; of any batch. Each includes those before it."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _are(kind: Any) -> Callable[[Any], bool]:
+    return lambda given: isinstance(given, tuple) and all(isinstance(one, kind) for one in given)
+
+
+_RULES: dict[str, Rule] = {
+    "name": (lambda name: isinstance(name, str) and name, "a name"),
+    "attend": (callable, "a function (q, kv_pages, slot_mapping, ...), as its docstring says"),
+    "capability": (lambda one: one in CAPABILITIES, f"one of {', '.join(CAPABILITIES)}"),
+    "devices": (_are(str), "a tuple of device types, such as ('cpu', 'cuda')"),
+    "dtypes": (_are(torch.dtype), "a tuple of dtypes, such as (torch.bfloat16,)"),
+    "head_dims": (_are(int), "a tuple of sizes, such as (64, 128); (): any"),
+    "page_sizes": (_are(int), "a tuple of sizes, such as (16, 32); (): any"),
+}
+
+
+_BY_HANDLE: dict[int, "AttentionBackend"] = {}
+"""All back ends of this process: a graph may outlive the last reference to its own."""
+
+
+@attrs.frozen(eq=False)
+class AttentionBackend:
+    """An implementation of attention over pages: the result of `weft::paged_attention`, by other means.
+
+    Args:
+        name: for errors, reports and the comparison of ranks.
+        attend: `(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window)`,
+            which returns `[T, H, D]`: the arguments of `paged_attention` without `k` and `v`, which are in the pages.
+            In a graph it may not read values on the host.
+        capability: the graphs in which it can run, one of `CAPABILITIES`.
+        devices, dtypes: what it runs on and in.
+        head_dims, page_sizes: those that it has kernels for; empty: any.
+        windows: whether it attends to a window; False: `window` is always 0.
+        batch_invariant: whether a request's result depends on that request alone, bit for bit.
+
+    Raises:
+        ProgramError: one of these is something else.
+    """
+
+    name: str
+    attend: Callable[..., Tensor]
+    capability: str = "full"
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    head_dims: tuple[int, ...] = ()
+    page_sizes: tuple[int, ...] = ()
+    windows: bool = True
+    batch_invariant: bool = False
+    handle: int = attrs.field(init=False, repr=False, factory=count().__next__)
+
+    def __attrs_post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in _RULES}
+        check_values(f"AttentionBackend({self.name!r}, ...)", _RULES, given, ProgramError)
+        _BY_HANDLE[self.handle] = self
+
+    def check(self, call: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: int) -> None:
+        """Raise unless it can run a model of these.
+
+        Raises:
+            DeviceError: it does not run on the device.
+            ProgramError: it has no kernels for the dtype, the size of the heads, or a window.
+        """
+        names = (name for name, one in BACKENDS.items() if one is not self and device.type in one.devices)
+        instead = f"another back end: attention='auto', or one of {', '.join(names)}"
+        if device.type not in self.devices:
+            seen = f"attention back end {self.name!r}, which runs on {' and '.join(self.devices)}, not on {device}"
+            raise DeviceError(call, seen, instead)
+        seen = ""
+        if dtype not in self.dtypes:
+            seen = f"which has no kernels in {dtype}"
+        elif self.head_dims and head_dim not in self.head_dims:
+            seen = f"which has no kernels for heads of {head_dim}, but of {', '.join(map(str, self.head_dims))}"
+        elif window and not self.windows:
+            seen = f"which has no windows, for a model with a window of {window}"
+        if seen:
+            raise ProgramError(call, f"attention back end {self.name!r}, {seen}", instead)
+
+    def check_pages(self, call: str, page_size: int) -> None:
+        """Raise ProgramError unless it has kernels for pages of this size."""
+        if self.page_sizes and page_size not in self.page_sizes:
+            sizes = ", ".join(map(str, self.page_sizes))
+            seen = f"page_size={page_size}, and the attention back end {self.name!r} has kernels for {sizes}"
+            raise ProgramError(call, seen, f"EngineLimits(..., page_size={self.page_sizes[0]})")
+
+    def runs_inside(self, query_len: int | None) -> bool:
+        """Whether it can run inside a whole graph of a class with this query length (None: ragged)."""
+        needs = "full" if query_len is None else "uniform" if query_len > 1 else "uniform_single_token"
+        return CAPABILITIES.index(self.capability) >= CAPABILITIES.index(needs)
+
+    def __call__(self, query_len: int | None, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+        """Attend: in a graph of a class with this query length if it can, otherwise as `weft::attend_outside`, at which
+        graphs in pieces are cut. `where`: the arguments of `attend` after the pages."""
+        if self.runs_inside(query_len):
+            return self.attend(q, kv_pages, *where)
+        slots, table, starts, lengths, longest, scale, window = where
+        return _attend_outside(q, kv_pages, slots, table, starts, lengths, longest, scale, window, self.handle)
+
+
+def _functional(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+    return attend(q, None, None, kv_pages, *where[:-1])
+
+
+@operator(
+    kernel="weft.ops.attention.backends:attend_by_handle",
+    fake=lambda q: torch.empty_like(q, memory_format=torch.contiguous_format),
+    functional=_functional,
+)
+def _attend_outside(
+    q: Tensor,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    handle: int,
+) -> Tensor:
+    """The operator of a back end that does not run in the graph at hand."""
+    where = slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window
+    return attend_by_handle(q, kv_pages, *where, handle)
+
+
+def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
+    """The result of the back end with the handle that comes last."""
+    *where, handle = rest
+    return _BY_HANDLE[handle].attend(q, kv_pages, *where)
+
+
+def _by_operator(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+    return paged_attention(q, None, None, kv_pages, *where)
+
+
+def _in_torch(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+    return attend(q, None, None, kv_pages, *where)
+
+
+REFERENCE = AttentionBackend("reference", _by_operator, devices=("cpu",), batch_invariant=True)
+TRITON = AttentionBackend("triton", _by_operator, devices=("cuda",))
+TORCH = AttentionBackend("torch", _in_torch)
+
+OWN = {"cpu": REFERENCE, "cuda": TRITON}
+"""By type of device, the back end whose operator is `weft::paged_attention` itself."""
+BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH)}
+"""The back ends by name, for `weft.load(..., attention=name)`."""

@@ -1,0 +1,108 @@
+"""Attention over a request's context: the model's own, and its two halves for attention of one's own."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from weft.batch import ResolvedBatch, find_owners
+from weft.ops.attention.backends import AttentionBackend
+from weft.ops.attention.paged import paged_attention
+from weft.stages.config import ModelConfig
+from weft.stages.params import LayerParams
+
+_MOST_ELEMENTS = 2**24
+"""Elements of keys that are gathered at a time."""
+
+
+def attend(
+    config: ModelConfig,
+    layer: LayerParams,
+    q: Tensor,
+    kv_pages: Tensor,
+    batch: ResolvedBatch,
+    *,
+    window: int | None = None,
+    backend: AttentionBackend | None = None,
+) -> Tensor:
+    """Causal softmax attention of each token to its request's context, as `weft::paged_attention` computes it.
+
+    Args:
+        config: the model's.
+        layer: the layer's parameters; `layer.index` is its place in the model.
+        q: [num_tokens, num_heads, head_dim], rotated.
+        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and values in it.
+        window: how many of the last positions a token sees, its own included; 0: all; None: as the model's layer does.
+        backend: the implementation; None: the device's own.
+
+    Returns:
+        [num_tokens, num_heads, head_dim].
+    """
+    where = arguments(config, layer, q, batch, window)
+    if backend is not None:
+        return backend(batch.descriptor.query_len, q, kv_pages, *where)
+    return paged_attention(q, None, None, kv_pages, *where)
+
+
+def arguments(
+    config: ModelConfig, layer: LayerParams, q: Tensor, batch: ResolvedBatch, window: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float, int]:
+    """The arguments of `weft::paged_attention` after the pages."""
+    longest = batch.descriptor.query_len or max(len(q), 1)
+    if window is None:
+        window = config.windows[layer.index] if config.windows else 0
+    where = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
+    return *where, longest, config.head_dim**-0.5, window
+
+
+def attention_scores(q: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tensor:
+    """The scaled products of each token's queries and its context's keys, in torch's own operations: what a softmax
+    over the last dimension makes weights of. Between the two is room for a window, a bias, a cap.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], rotated.
+        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and values in it.
+
+    Returns:
+        [num_tokens, num_heads, n] float32, where n is the most tokens that a request may have: position j of the
+        token's request at j, and -inf at the positions after the token's own. Long prompts need much memory.
+    """
+    rows = list[Tensor]()
+    for part, keys in _contexts(kv_pages[0], batch):
+        queries = q[part].unflatten(1, (keys.shape[2], -1)).float()
+        found = torch.einsum("tkgd,tnkd->tkgn", queries, keys.float()).flatten(1, 2)
+        rows.append(found.masked_fill(~_seen(batch, part, keys)[:, None], -torch.inf))
+    return torch.cat(rows).mul(q.shape[2] ** -0.5)
+
+
+def weighted_values(weights: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tensor:
+    """The values of each token's context, added up by weights.
+
+    Args:
+        weights: [num_tokens, num_heads, n], as `attention_scores` returns scores.
+        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim].
+
+    Returns:
+        [num_tokens, num_heads, head_dim], of the pages' dtype.
+    """
+    rows = list[Tensor]()
+    for part, values in _contexts(kv_pages[1], batch):
+        values = torch.where(_seen(batch, part, values)[:, :, None, None], values, 0).float()  # the rest may be NaN
+        grouped = weights[part].unflatten(1, (values.shape[2], -1)).float()
+        rows.append(torch.einsum("tkgn,tnkd->tkgd", grouped, values).flatten(1, 2))
+    return torch.cat(rows).to(kv_pages.dtype)
+
+
+def _contexts(pages: Tensor, batch: ResolvedBatch) -> Iterator[tuple[slice, Tensor]]:
+    """The keys or values [t, n, num_kv_heads, head_dim] of each token's request, some tokens at a time."""
+    owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
+    table = batch.block_table.clamp(0, len(pages) - 1)
+    most = max(1, _MOST_ELEMENTS // (table.shape[1] * pages[0].numel()))
+    for start in range(0, max(len(owners), 1), most):
+        part = slice(start, start + most)
+        yield part, pages[table[owners[part]]].flatten(1, 2)
+
+
+def _seen(batch: ResolvedBatch, part: slice, context: Tensor) -> Tensor:
+    """[t, n] bool: whether a token sees a position."""
+    return torch.arange(context.shape[1], device=context.device) <= batch.positions[part, None]

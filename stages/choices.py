@@ -1,0 +1,101 @@
+"""The device, the dtype, the stage and the attention of a model, chosen by what a caller passes."""
+
+from typing import Any
+
+import torch
+
+from weft.arguments.checks import Rule, check_values, is_int
+from weft.errors import DeviceError, ProgramError
+from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
+from weft.stages.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The dtypes that a decoder runs in."""
+
+_RULES: dict[str, Rule] = {
+    "dtype": (lambda dtype: dtype is None or _is_dtype(dtype), f"one of {', '.join(DTYPES)}"),
+    "attention": (
+        lambda one: isinstance(one, AttentionBackend) or one in ("auto", *BACKENDS),
+        f"an AttentionBackend, or one of auto, {', '.join(BACKENDS)}",
+    ),
+    "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
+}
+
+
+def _is_dtype(value: Any) -> bool:
+    return value in DTYPES if isinstance(value, str) else value in DTYPES.values()
+
+
+def _is_stage(value: Any) -> bool:
+    index, num_stages = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    return is_int(num_stages) and is_int(index, 0, num_stages - 1)
+
+
+def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
+    """`device`; for None, CUDA if there is a GPU, otherwise the CPU.
+
+    Raises:
+        DeviceError: a device that this machine does not have.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return torch.device("cuda" if count else "cpu")
+    seen, instead = f"device {str(device)!r}", "'cpu', 'cuda' or 'cuda:N'"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        seen += ", which torch does not know"
+    else:
+        if chosen.type == "cpu" or (chosen.type == "cuda" and (chosen.index or 0) < count):
+            return chosen
+        seen += ", for which weft has no kernels"
+        if chosen.type == "cuda":
+            seen, instead = f"device {str(device)!r}, but torch sees {count} CUDA devices", "'cpu', or leave it out"
+    if isinstance(device, torch.dtype):
+        instead = "dtype=..."
+    raise DeviceError(call, seen, instead)
+
+
+def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
+    """The torch dtype of a name or a dtype; None stays None.
+
+    Raises:
+        RequestError: a dtype that no decoder runs in.
+    """
+    check_values(call, _RULES, {"dtype": dtype})
+    return DTYPES[dtype] if isinstance(dtype, str) else dtype
+
+
+def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
+    """The index of a stage and the number of stages; None: the only one.
+
+    Raises:
+        ProgramError: the model has no stage of this index.
+    """
+    check_values(call, _RULES, {"stage": stage}, ProgramError)
+    return (0, 1) if stage is None else stage
+
+
+def check_backend(
+    backend: AttentionBackend, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, call: str
+) -> None:
+    """Raise DeviceError or ProgramError unless an attention back end can run the model."""
+    backend.check(call, device, dtype, config.head_dim, max(config.windows, default=0))
+
+
+def pick_attention(
+    attention: str | AttentionBackend, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, call: str
+) -> AttentionBackend | None:
+    """The attention back end of a name or a value; None: `weft::paged_attention`, the device's own.
+
+    Raises:
+        DeviceError: it does not run on the device.
+        ProgramError: it has no kernels for the model.
+        RequestError: an unknown name.
+    """
+    check_values(call, _RULES, {"attention": attention})
+    chosen = OWN[device.type] if attention == "auto" else BACKENDS.get(str(attention))
+    chosen = attention if isinstance(attention, AttentionBackend) else chosen
+    assert isinstance(chosen, AttentionBackend), "the rule holds"
+    check_backend(chosen, config, device, dtype, call=call)
+    return None if chosen is OWN[device.type] else chosen

@@ -1,0 +1,114 @@
+"""Attention back ends: the same tokens by other means, in the graphs that they declare, and what is refused."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import FIXED, Shape, assert_matches, draw_case
+from torch import Tensor
+
+import weft
+from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
+from weft.ops.attention.backends import BACKENDS, CAPABILITIES, AttentionBackend
+from weft.stages.model import DEMO, Model, load
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.generate import generate
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.graphs.ladder import MODES
+
+PROMPTS = ["The function returns a list of", "A list is", "In Python, "]
+TORCH = BACKENDS["torch"]
+
+
+def planned(q: Tensor, kv_pages: Tensor, slots: Tensor, table: Tensor, *rest: Any) -> Tensor:
+    """As wrappers with a `plan` are: it reads the lengths on the host, and so cannot be in a graph."""
+    starts, lengths, longest, scale, window = rest
+    spans, out = starts.tolist(), torch.zeros_like(q)
+    for r, length in enumerate(lengths.tolist()):
+        if length and spans[r] < spans[r + 1]:
+            part = slice(spans[r], spans[r + 1])
+            own = torch.tensor([0, part.stop - part.start], dtype=torch.int32)
+            where = slots[part], table[r : r + 1], own, lengths[r : r + 1]
+            out[part] = TORCH.attend(q[part], kv_pages, *where, longest, scale, window)
+    return out
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(DEMO, "cpu", "float32")
+
+
+def tokens(model: Model, **options: Any) -> list[list[int]]:
+    return [c.token_ids for c in generate(model, PROMPTS, max_tokens=16, **options)]
+
+
+@pytest.mark.parametrize("shape", FIXED, ids=map(str, FIXED))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_is_dense_attention(name: str, shape: Shape) -> None:
+    if "cpu" not in BACKENDS[name].devices:
+        pytest.skip("tested on a GPU")
+    case = draw_case(shape)
+    q, k, v, pages, *where = case.args
+    weft.ops.attention.paged.paged_attention(q, k, v, pages, *where)
+    if shape.requests:
+        assert_matches(case, BACKENDS[name].attend(q, pages, *where), pages)
+
+
+@pytest.mark.parametrize("capability", [*CAPABILITIES[:-1], "torch"])
+def test_each_serves_the_same_tokens_in_the_graphs_that_it_declares(model: Model, capability: str) -> None:
+    expected = tokens(model)
+    backend = TORCH if capability == "torch" else AttentionBackend("planned", inside_too, capability=capability)
+    own = model.with_stages(attend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LoweredModeWarning)
+        for mode in MODES:
+            assert tokens(own, graph=mode) == expected, mode
+        assert tokens(own, pipeline=2) == tokens(own, speculation=Speculation(num_tokens=2)) == expected
+
+
+def inside_too(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+    """In whole graphs of decodes in torch's operations; elsewhere with lengths on the host."""
+    requests, longest = len(where[3]), where[4]
+    return (TORCH.attend if requests * longest == len(q) else planned)(q, kv_pages, *where)
+
+
+def test_modes_are_lowered_to_what_the_back_end_can(model: Model) -> None:
+    own = model.with_stages(attend=AttentionBackend("planned", planned, capability="piecewise"))
+    with pytest.warns(LoweredModeWarning, match="'full_and_piecewise' is lowered to 'piecewise'"):
+        engine = Engine(own)
+    engine.add(PROMPTS[0], max_tokens=4)
+    list(engine)
+    assert set(engine.stats().modes) == {"piecewise"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoweredModeWarning)
+        with pytest.raises(LoweredModeWarning):
+            Engine(own)
+
+
+@pytest.mark.parametrize("capability", ["uniform_single_token", "full"])
+def test_a_capability_that_lies_is_named_at_the_first_capture(model: Model, capability: str) -> None:
+    lying = model.with_stages(attend=AttentionBackend("planned", planned, capability=capability))
+    with pytest.raises(CaptureError, match="tolist") as caught:
+        generate(lying, PROMPTS, max_tokens=4, graph="full_and_piecewise")
+    assert f"in the attention back end 'planned', of capability '{capability}'" in caught.value.__notes__
+
+
+def test_what_is_refused(model: Model) -> None:
+    with pytest.raises(DeviceError, match=r"'triton', which runs on cuda, not on cpu\n.*attention='auto', or one of"):
+        load(DEMO, "cpu", attention="triton")
+    with pytest.raises(RequestError, match=r"attention='flash'(.|\n)*one of auto, reference, triton, torch"):
+        load(DEMO, "cpu", attention="flash")
+    small = AttentionBackend("small", planned, head_dims=(512,), page_sizes=(64,), dtypes=(torch.float32,))
+    with pytest.raises(ProgramError, match=r"no kernels for heads of .*, but of 512"):
+        model.with_stages(attend=small)
+    with pytest.raises(ProgramError, match=r"no kernels in torch\.bfloat16"):
+        load(DEMO, "cpu", "bfloat16", attention=small)
+    paged = AttentionBackend("paged", planned, page_sizes=(64,), capability="none")
+    with pytest.raises(ProgramError, match=r"page_size=16(.|\n)*EngineLimits\(..., page_size=64\)"):
+        Engine(model.with_stages(attend=paged), graph="none")
+    Engine(model.with_stages(attend=paged), EngineLimits(page_size=64), graph="none")
+    with pytest.raises(ProgramError, match="capability='sometimes'"):
+        AttentionBackend("odd", planned, capability="sometimes")
+    assert load(DEMO, "cpu", attention="reference").functions == model.functions
+    assert load(DEMO, "cpu", attention="torch").functions.attend is TORCH
