@@ -9,6 +9,10 @@ from weft.arguments.checks import is_int
 from weft.display.tables import strip, text, titled
 from weft.errors import DescriptorError
 
+CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
+"""The graphs in which attention can run: none; between two graphs, eagerly; inside a graph of a decode with one token
+for each request; of any uniform decode; of any batch. Each includes those before it."""
+
 
 @runtime_checkable
 class Descriptor(Protocol):

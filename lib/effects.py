@@ -205,7 +205,7 @@ def parse_effect(line: str) -> Effect:
     """The effect that prints as `line`.
 
     >>> parse_effect("send to 1 [mb 0]")
-    Send(to=1, microbatch=0, schema=None)
+    Send(to=1, microbatch=0, schema=None, stage=None)
     """
     match = _match(_EFFECT, line, f"parse_effect({line!r})", "no effect")
     microbatch = int(match["mb"])

@@ -102,7 +102,7 @@ class StageFunctions:
 
     @property
     def capability(self) -> str:
-        """The graphs in which the attention can run, one of `weft.ops.attention.backends.CAPABILITIES`."""
+        """The graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`."""
         return self.attend.capability if isinstance(self.attend, AttentionBackend) else "full"
 
     @property

@@ -332,7 +332,8 @@ def load(
     config = config_in_folder(folder, call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = split_model(config, num_stages)[index]
-    functions = attrs.evolve(OWN, attend=pick_attention(attention, config, where, kind, call=call))
+    backend = pick_attention(attention, config, where, kind, call=call)
+    functions = OWN if backend is None else StageFunctions(attend=backend)
     tokenizer = _load_tokenizer(folder, call)
     files = weight_files(folder, call)
     with ThreadPoolExecutor(1) as beside:  # the digest reads a few pages of each file, the load all of them

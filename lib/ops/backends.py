@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from weft.errors import DeviceError
+from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.copies import how_launched, no_kernel
 from weft.ops.register import no_triton, triton_version
 from weft.ops.tiles import measured
@@ -19,8 +20,6 @@ class OpBackend:
     implementation: str
     reason: str
 
-
-_REFERENCE = OpBackend("paged_attention", "reference", "plain torch, batch invariant; the CPU has no other")
 
 _CPU_SAMPLE = tuple(
     OpBackend(op, "reference", "plain torch; the CPU has no other") for op in ("sample", "sample_rows", "count_tokens")
@@ -50,13 +49,6 @@ _LAYER = {
 
 _CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save")
 
-_FLASHINFER = OpBackend(
-    "paged_attention",
-    "flashinfer: not used",
-    "weft does not call it, installed or not: it plans each step with lengths on the host, and weft's steps read them "
-    "on the device, where they may be ahead of what the host knows",
-)
-
 
 def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
     """The table for `device`, of type CPU or CUDA; the machine need not have one.
@@ -69,21 +61,28 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
     """
     kind = torch.device(device).type
     if kind == "cpu":
-        return (_REFERENCE, *_CPU_SAMPLE, *_cpu_layer(), _CPU_COPIES)
+        return (_attention("cpu"), *_CPU_SAMPLE, *_cpu_layer(), _CPU_COPIES)
     if kind == "cuda":
         copies = _cuda_copies(torch.device(device))
-        return (_cuda_attention(), _FLASHINFER, *_cuda_samplers(), *_cuda_layer(), copies)
+        return (_attention("cuda"), *_cuda_samplers(), *_cuda_layer(), copies)
     raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
 
 
-def _cuda_attention() -> OpBackend:
-    version = triton_version()
-    if version is None:
+def _attention(kind: str) -> OpBackend:
+    """The back end that `attention="auto"` takes, and the others."""
+    own, version = OWN[kind], triton_version()
+    if kind == "cuda" and version is None:
         # The text of the error that a call raises: nothing falls back to another kernel in silence.
         error = no_triton("paged_attention on cuda")
         return OpBackend("paged_attention", "missing", f"{error.seen}; {error.instead}")
-    reason = "reads every length on the device, so a captured step replays it for any lengths"
-    return OpBackend("paged_attention", f"triton {version}", reason)
+    others = (f"{one.name} ({_facts(one)})" for one in BACKENDS.values() if one is not own and kind in one.devices)
+    name = f"triton {version}" if own.name == "triton" else own.name
+    return OpBackend("paged_attention", name, f"{_facts(own)}; attention=... takes also {', '.join(others)}")
+
+
+def _facts(backend: AttentionBackend) -> str:
+    graphs = "no graphs" if backend.capability == "none" else f"{backend.capability} graphs"
+    return f"{graphs}{', batch invariant' if backend.batch_invariant else ''}"
 
 
 def _cuda_samplers() -> tuple[OpBackend, ...]:

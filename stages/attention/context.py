@@ -32,6 +32,7 @@ def attend(
         layer: the layer's parameters; `layer.index` is its place in the model.
         q: [num_tokens, num_heads, head_dim], rotated.
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and values in it.
+        batch: the step's, as the decoder passes it on.
         window: how many of the last positions a token sees, its own included; 0: all; None: as the model's layer does.
         backend: the implementation; None: the device's own.
 
@@ -62,6 +63,7 @@ def attention_scores(q: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tenso
     Args:
         q: [num_tokens, num_heads, head_dim], rotated.
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and values in it.
+        batch: the step's, as the decoder passes it on.
 
     Returns:
         [num_tokens, num_heads, n] float32, where n is the most tokens that a request may have: position j of the
@@ -81,6 +83,7 @@ def weighted_values(weights: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> 
     Args:
         weights: [num_tokens, num_heads, n], as `attention_scores` returns scores.
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim].
+        batch: the step's, as the decoder passes it on.
 
     Returns:
         [num_tokens, num_heads, head_dim], of the pages' dtype.

@@ -9,8 +9,9 @@ from paged_cases import FIXED, Shape, assert_matches, draw_case
 from torch import Tensor
 
 import weft
+from weft.descriptor import CAPABILITIES
 from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
-from weft.ops.attention.backends import BACKENDS, CAPABILITIES, AttentionBackend
+from weft.ops.attention.backends import BACKENDS, AttentionBackend
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate

@@ -14,8 +14,8 @@ import torch
 
 from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
-from weft.errors import ConfigWarning, ProgramError
-from weft.stages.choices import pick_device
+from weft.errors import ConfigWarning, ProgramError, WeftError
+from weft.stages.choices import pick_attention, pick_device
 from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
@@ -166,7 +166,11 @@ def open_model(options: RunOptions, here: Here) -> Model:
 
 
 def _with_stages(options: RunOptions, model: Model) -> Model:
-    """The model as the function that `--stages` names returns it."""
+    """The model with the attention of `--attention`, as the function that `--stages` names returns it."""
+    if options.attention != "auto":
+        with options.about(f"--attention {options.attention}", WeftError):
+            chosen = pick_attention(options.attention, model.config, model.device, model.dtype, call="")
+            model = model if chosen is None else model.with_stages(attend=chosen)
     if options.stages is None:
         return model
     flag, (module, _, name) = f"--stages {options.stages}", options.stages.partition(":")

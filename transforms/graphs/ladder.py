@@ -9,10 +9,9 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from weft.arguments.checks import is_int, kind_of
-from weft.descriptor import BatchDescriptor, Descriptor, argument_names
+from weft.descriptor import CAPABILITIES, BatchDescriptor, Descriptor, argument_names
 from weft.display.tables import Table, Tabled
 from weft.errors import DescriptorError, LoweredModeWarning
-from weft.ops.attention.backends import CAPABILITIES
 
 D = TypeVar("D", bound=Descriptor)
 
@@ -251,7 +250,7 @@ def make_ladder(
             batches.
         limits: the limits of a batch.
         sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs` and `token_rungs`.
-        capability: the graphs in which the attention can run, one of `weft.ops.attention.backends.CAPABILITIES`.
+        capability: the graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`.
         strict: whether a mode that the attention cannot run in is an error; False: it is lowered to the next one in
             which it can, with a `LoweredModeWarning`.
 

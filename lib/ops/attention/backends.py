@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
+from weft.descriptor import CAPABILITIES
 from weft.errors import DeviceError, ProgramError
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import operator
-
-CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
-"""The graphs in which a back end can run: none; between two graphs, eagerly; inside a graph of a decode with one token
-for each request; of any uniform decode; of any batch. Each includes those before it."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

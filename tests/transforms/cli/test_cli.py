@@ -14,9 +14,11 @@ from cli_calls import Weft, assert_refused
 
 import weft
 from weft.errors import ConfigError, RequestError
-from weft.stages.model import DEMO, DTYPES as MODEL_DTYPES
+from weft.ops.attention.backends import BACKENDS
+from weft.stages.choices import DTYPES as MODEL_DTYPES
+from weft.stages.model import DEMO
 from weft.transforms.cli.main import in_flags
-from weft.transforms.cli.options import Generate, RunOptions
+from weft.transforms.cli.options import ATTENTION, Generate, RunOptions
 from weft.transforms.cli.printing import printable
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.generate import Completion
@@ -224,6 +226,7 @@ def test_help_needs_no_torch_and_names_every_choice(run: Weft) -> None:
     assert code == 0
     assert "{" + ",".join(MODES) + "}" in out
     assert "{" + ",".join(MODEL_DTYPES) + "}" in out
+    assert ("auto", *BACKENDS) == ATTENTION
     look = "import sys; from weft.transforms.cli.main import build_parser; build_parser(); "
     look += "sys.exit(bool({'torch', 'rich', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0

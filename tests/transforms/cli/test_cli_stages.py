@@ -96,3 +96,12 @@ def test_bench_runs_them(run: Weft) -> None:
 )
 def test_what_gives_no_stages_is_named(run: Weft, name: str, seen: str) -> None:
     assert_refused(run("generate", *MODEL, "--stages", name), f"--stages {name}", seen)
+
+
+def test_another_attention(run: Weft) -> None:
+    def ids(*more: str) -> list[int]:
+        return list(json.loads(run("generate", *MODEL, *more)[1])["token_ids"])
+
+    assert ids("--attention", "torch") == ids()
+    refused = run("generate", *MODEL, "--attention", "triton")
+    assert_refused(refused, "--attention triton", "attention back end 'triton', which runs on cuda, not on cpu")

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from refusal import refused
 
-from weft.descriptor import BatchDescriptor as B, Descriptor
+from weft.descriptor import CAPABILITIES, BatchDescriptor as B, Descriptor
 from weft.errors import DescriptorError, LoweredModeWarning
-from weft.ops.attention.backends import CAPABILITIES
 from weft.proofs.strategies.images import Image, Resolution
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
