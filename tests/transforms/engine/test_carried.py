@@ -5,22 +5,23 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
-from weft.errors import ProgramError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages import carry, sow
-from weft.stages.decoder import decoder_stage
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import MODES, Limits
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.launch import launch
+from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.transports.threads import Threads
 
 LAYERS = (0, 2)
@@ -168,6 +169,41 @@ def test_threads_and_a_draft_model(model: Model, recurrent: Model, expected: lis
         assert [said[index] for index in range(len(PROMPTS))] == expected
 
 
+def served(transport: Transport, policy: str) -> list[list[int]]:
+    """Tokens of a model that carries something and whose tokens have inputs of their own, on two stages."""
+    torch.set_num_threads(1)
+    model = load(DEMO, "cpu", "float32")
+    cell, place = Recurrent(model.config.hidden_size, 2), torch.zeros(model.config.hidden_size)
+
+    def change(layer: Any) -> Any:
+        own = cell.served("state")(layer)
+        return lambda params, pages, batch, tables, hidden: own(
+            params, pages, batch, tables, hidden + batch.token_extras["patch"]
+        )
+
+    own = model.with_stages(
+        layers={2: change}, carries={"state": cell.start}, token_extras={"patch": place}, prefix_caching=policy
+    )
+    engine = Engine(own, TIGHT, pipeline=2, transport=transport, speculation=Speculation(num_tokens=2))
+    for index, prompt in enumerate(PROMPTS):
+        count = len(model.encode(prompt))
+        patch = (index % 2) * torch.linspace(0, 3, count)[:, None].expand(count, len(place))
+        engine.add(prompt, max_tokens=8, id=f"{index}", extras={"patch": patch})
+    said = {int(output.id): output.track.token_ids for output in engine}
+    return [said[index] for index in range(len(PROMPTS))]
+
+
+def served_by_a_rank(policy: str) -> list[list[int]]:
+    return served(Distributed(timeout=60), policy)
+
+
+def test_other_processes() -> None:
+    wanted = served(Local(), "none")
+    for found in launch(served_by_a_rank, 2, "snapshot"):
+        assert found == wanted
+    assert served(Local(), "snapshot") == served(Local(), "recompute") == wanted
+
+
 def test_completions_of_one_prompt_carry_their_own(recurrent: Model) -> None:
     """They share the prompt's pages as far as the policy lets them."""
     params = SamplingParams(temperature=1.0, seed=3, n=3)
@@ -270,98 +306,3 @@ def through(cell: Recurrent) -> Callable[[Any], Any]:
 def test_a_model_without_carries_has_no_tensors_for_them(model: Model) -> None:
     (state,) = Engine(model, EngineLimits(num_pages=10))._executor.state
     assert (state.carried, state.found, state.kv_pages.shape[2]) == (None, None, 10)
-
-
-def reading(name: str) -> Callable[[Any], Any]:
-    """The change of a layer that reads what another one carries."""
-
-    def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
-            hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
-            return hidden + batch.per_token(batch.carried[name]).sum(-1, keepdim=True), kv_pages
-
-        return run
-
-    return change
-
-
-def carrying(make: Callable[[Tensor], Any], name: str = "a") -> Callable[[Any], Any]:
-    """The change of a layer that carries something."""
-
-    def change(layer: Any) -> Any:
-        def run(*args: Any) -> Any:
-            hidden, pages = layer(*args)
-            carry(name, make(hidden))
-            return hidden, pages
-
-        return run
-
-    return change
-
-
-ONE = torch.zeros(1)
-GOOD = carrying(lambda hidden: hidden[:, :1])
-
-
-def run_two(model: Model, **options: Any) -> Any:
-    return generate(model.with_stages(**options), PROMPTS[:1], max_tokens=2)
-
-
-WRONG: list[tuple[Callable[[Model], Any], str]] = [
-    (lambda m: m.with_stages(carries={"a": 3}), "a dict of the values before the first token"),
-    (lambda m: m.with_stages(prefix_caching="sometimes"), "one of full, recompute, snapshot, none"),
-    (lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="full"), "carries, which skipped tokens do not have"),
-    (
-        lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="snapshot").with_stages(captures={"b": ONE}),
-        r"prefix_caching='snapshot'[\s\S]*captures, which skipped[\s\S]*'recompute' or 'none'",
-    ),
-    (lambda m: m.with_stages(prefix_caching="snapshot"), "no carries, so that there is nothing to keep"),
-    (lambda m: run_two(m, layers={0: GOOD}), "do not declare; they declare none"),
-    (
-        lambda m: run_two(m, layers={0: carrying(lambda hidden: hidden[:1])}, carries={"a": ONE}),
-        r"a tensor \[\d+, 1\]: \[1\] for each token",
-    ),
-    (lambda m: run_two(m, layers={0: carrying(lambda hidden: 3)}, carries={"a": ONE}), "for each token of the batch"),
-    (
-        lambda m: run_two(m, layers={0: GOOD, 1: GOOD}, carries={"a": ONE}),
-        "in layer 1[\\s\\S]*the second call in a step: layer 0 carries it",
-    ),
-    (lambda m: run_two(m, carries={"a": ONE}), "no function that calls weft.stages.carry"),
-    (
-        lambda m: run_two(m, layers={0: GOOD, 1: reading("a")}, carries={"a": ONE}),
-        r"batch.carried\['a'\] in layer 1[\s\S]*which layer 0 carries",
-    ),
-    (
-        lambda m: generate(
-            m.with_stages(layers={0: GOOD, 2: reading("a")}, carries={"a": ONE}), PROMPTS[:1], max_tokens=2, pipeline=3
-        ),
-        r"batch.carried\['a'\] in layer 2[\s\S]*which this layer does not carry",
-    ),
-    (
-        lambda m: run_two(
-            m, layers={0: GOOD}, carries={"a": ONE}, logits=lambda x, rows, extras: (carry("a", x), x)[1]
-        ),
-        "a call from logits",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), WRONG)
-def test_a_wrong_carry_is_named(model: Model, call: Callable[[Model], Any], text: str) -> None:
-    with pytest.raises(ProgramError, match=text) as found:
-        call(model)
-    assert "instead" in str(found.value)
-
-
-def test_a_draft_model_carries_nothing(model: Model) -> None:
-    own = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
-    with pytest.raises(RequestError, match="draft model whose functions carry nothing"):
-        Engine(model, speculation=Speculation(num_tokens=1, model=own))
-
-
-def test_a_state_without_carried_rows_is_named(model: Model) -> None:
-    own = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
-    stage = decoder_stage(own.config, own.layout, layers={0: GOOD}, carries={"a": ONE})
-    (state,) = make_state(own, [own.layout], [8])
-    with pytest.raises(ProgramError, match="a state without `carried`"):
-        stage(own.params, attrs.evolve(state, carried=None), Batch.ragged([0], [[1, 2]]), None)

@@ -1,0 +1,122 @@
+"""`carry` and `batch.carried`: errors that name what is wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from weft.batch import Batch, ResolvedBatch
+from weft.errors import ProgramError, RequestError
+from weft.stages import carry
+from weft.stages.decoder import decoder_stage
+from weft.stages.model import DEMO, Model, load
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.generate import generate
+from weft.transforms.engine.options import Speculation
+from weft.transforms.engine.setup import make_state
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(DEMO, "cpu", "float32")
+
+
+def reading(name: str) -> Callable[[Any], Any]:
+    """The change of a layer that reads what another one carries."""
+
+    def change(layer: Any) -> Any:
+        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+            hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
+            return hidden + batch.per_token(batch.carried[name]).sum(-1, keepdim=True), kv_pages
+
+        return run
+
+    return change
+
+
+def carrying(make: Callable[[Tensor], Any], name: str = "a") -> Callable[[Any], Any]:
+    """The change of a layer that carries something."""
+
+    def change(layer: Any) -> Any:
+        def run(*args: Any) -> Any:
+            hidden, pages = layer(*args)
+            carry(name, make(hidden))
+            return hidden, pages
+
+        return run
+
+    return change
+
+
+ONE = torch.zeros(1)
+GOOD = carrying(lambda hidden: hidden[:, :1])
+
+
+def run_two(model: Model, **options: Any) -> Any:
+    return generate(model.with_stages(**options), ["A list is"], max_tokens=2)
+
+
+WRONG: list[tuple[Callable[[Model], Any], str]] = [
+    (lambda m: m.with_stages(carries={"a": 3}), "a dict of the values before the first token"),
+    (lambda m: m.with_stages(prefix_caching="sometimes"), "one of full, recompute, snapshot, none"),
+    (lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="full"), "carries, which skipped tokens do not have"),
+    (
+        lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="snapshot").with_stages(captures={"b": ONE}),
+        r"prefix_caching='snapshot'[\s\S]*captures, which skipped[\s\S]*'recompute' or 'none'",
+    ),
+    (lambda m: m.with_stages(prefix_caching="snapshot"), "no carries, so that there is nothing to keep"),
+    (lambda m: run_two(m, layers={0: GOOD}), "do not declare; they declare none"),
+    (
+        lambda m: run_two(m, layers={0: carrying(lambda hidden: hidden[:1])}, carries={"a": ONE}),
+        r"a tensor \[\d+, 1\]: \[1\] for each token",
+    ),
+    (lambda m: run_two(m, layers={0: carrying(lambda hidden: 3)}, carries={"a": ONE}), "for each token of the batch"),
+    (
+        lambda m: run_two(m, layers={0: GOOD, 1: GOOD}, carries={"a": ONE}),
+        "in layer 1[\\s\\S]*the second call in a step: layer 0 carries it",
+    ),
+    (lambda m: run_two(m, carries={"a": ONE}), "no function that calls weft.stages.carry"),
+    (
+        lambda m: run_two(m, layers={0: GOOD, 1: reading("a")}, carries={"a": ONE}),
+        r"batch.carried\['a'\] in layer 1[\s\S]*which layer 0 carries",
+    ),
+    (
+        lambda m: generate(
+            m.with_stages(layers={0: GOOD, 2: reading("a")}, carries={"a": ONE}),
+            ["A list is"],
+            max_tokens=2,
+            pipeline=3,
+        ),
+        r"batch.carried\['a'\] in layer 2[\s\S]*which this layer does not carry",
+    ),
+    (
+        lambda m: run_two(
+            m, layers={0: GOOD}, carries={"a": ONE}, logits=lambda x, rows, extras: (carry("a", x), x)[1]
+        ),
+        "a call from logits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG)
+def test_a_wrong_carry_is_named(model: Model, call: Callable[[Model], Any], text: str) -> None:
+    with pytest.raises(ProgramError, match=text) as found:
+        call(model)
+    assert "instead" in str(found.value)
+
+
+def test_a_draft_model_carries_nothing(model: Model) -> None:
+    own = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
+    with pytest.raises(RequestError, match="draft model whose functions carry nothing"):
+        Engine(model, speculation=Speculation(num_tokens=1, model=own))
+
+
+def test_a_state_without_carried_rows_is_named(model: Model) -> None:
+    own = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
+    stage = decoder_stage(own.config, own.layout, layers={0: GOOD}, carries={"a": ONE})
+    (state,) = make_state(own, [own.layout], [8])
+    with pytest.raises(ProgramError, match="a state without `carried`"):
+        stage(own.params, attrs.evolve(state, carried=None), Batch.ragged([0], [[1, 2]]), None)
