@@ -173,10 +173,12 @@ class Batch(Summarized):
         else:
             found = read_starts(f"split(<'{whole}'>, {parts})", self.query_start_loc)
             starts = [*(found[bound] for bound in bounds[:-1]), whole.num_tokens]
-        spans = zip(pairwise(bounds), pairwise(starts), strict=True)
-        return tuple(
-            cut_sized(self, {"num_reqs": reqs, "num_tokens": tokens}, "query_start_loc") for reqs, tokens in spans
-        )
+        made = []
+        for reqs, tokens in zip(pairwise(bounds), pairwise(starts), strict=True):
+            size = {"num_tokens": tokens[1] - tokens[0], "num_reqs": reqs[1] - reqs[0]}
+            spans = {"num_reqs": reqs, "num_tokens": tokens}
+            made.append(cut_sized(self, spans, attrs.evolve(whole, **size), "query_start_loc"))
+        return tuple(made)
 
     def after_first(self) -> Self:
         """The batch for the stages after the first one."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import attrs
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi.private import in_dispatch_mode
-from weft.trees import Axes, find_descriptors, map_sized
+from weft.trees import Axes, map_sized
 
 Spans = Mapping[str, tuple[int, int]]
 """The start and the end of a part, by axis."""
@@ -33,19 +34,20 @@ def read_starts(call: str, starts: Tensor) -> list[int]:
     return [int(start) for start in starts.tolist()]
 
 
-def cut_sized(batch: Any, spans: Spans, starts: str | None = None) -> Any:
-    """The part of a sized value: each field cut along the axes that it names, and the descriptor with the part's sizes.
+def cut_sized(batch: Any, spans: Spans, descriptor: Any, starts: str | None = None) -> Any:
+    """The part of a sized value: each field cut along the axes that it names.
 
     Args:
         batch: a value whose fields name axes.
         spans: the part. An axis "a+1" ends one entry later than the axis "a".
+        descriptor: the part's; None if the batch has none.
         starts: a field of starts in another axis; the first start of the part becomes 0.
     """
 
     def cut(value: Tensor, spec: Axes) -> Tensor:
         return value[tuple(_span(spans, name) for name in spec.dims)]
 
-    part = map_sized(cut, batch, resized(batch, {axis: end - start for axis, (start, end) in spans.items()}))
+    part = map_sized(cut, batch, descriptor)
     if starts is None:
         return part
     found = getattr(part, starts)
@@ -53,16 +55,26 @@ def cut_sized(batch: Any, spans: Spans, starts: str | None = None) -> Any:
 
 
 def _span(spans: Spans, name: str | None) -> slice:
-    base, plus, constant = (name or "").partition("+")
-    if not base:
+    if name is None:
         return slice(None)
-    start, end = spans[base]
-    return slice(start, end + (int(constant) if plus else 0))
+    axis, more = parse_axis(name)
+    start, end = spans[axis]
+    return slice(start, end + more)
 
 
-def resized(batch: Any, sizes: Mapping[str, int]) -> Any:
-    """The descriptor of a batch with other sizes; None if it has none."""
-    descriptor = next(iter(find_descriptors(batch)), None)
+@cache
+def parse_axis(name: str) -> tuple[str, int]:
+    """The axis and the constant in the name of a dimension.
+
+    >>> parse_axis("num_reqs+1"), parse_axis("num_tokens")
+    (('num_reqs', 1), ('num_tokens', 0))
+    """
+    axis, _, more = name.partition("+")
+    return axis, int(more or 0)
+
+
+def resized(descriptor: Any, sizes: Mapping[str, int]) -> Any:
+    """A descriptor with other sizes; None for None."""
     if descriptor is None:
         return None
     if attrs.has(type(descriptor)):
@@ -77,13 +89,13 @@ def sized_tensors(batch: Any) -> list[tuple[Tensor, Axes]]:
     return found
 
 
-def axis_sizes(batch: Any) -> dict[str, int]:
-    """The size of each axis that the fields of a batch name, as its descriptor says, or else the first tensor."""
-    descriptor, found = next(iter(find_descriptors(batch)), None), dict[str, int]()
+def axis_sizes(batch: Any, descriptor: Any) -> dict[str, int]:
+    """The size of each axis that the fields of a batch name, as its descriptor says, or if None the first tensor."""
+    found: dict[str, int] = {}
     for value, spec in sized_tensors(batch):
         for dim, name in enumerate(spec.dims):
-            base, _, more = (name or "").partition("+")
-            if base and base not in found:
+            axis, more = parse_axis(name or "")
+            if axis and axis not in found:
                 size = value.shape[dim] if descriptor is None else spec.extent(dim, descriptor)
-                found[base] = (size or 0) - int(more or 0)
+                found[axis] = (size or 0) - more
     return found

@@ -1,7 +1,7 @@
 """The parts of a batch: `split` cuts it into whole requests or rows, and `join` joins what a step returned for each."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -12,7 +12,7 @@ from weft.arguments.checks import COUNT, is_int, kind_of
 from weft.containers import map_tensors, opened
 from weft.descriptor import arguments_of
 from weft.errors import DescriptorError, WeftError
-from weft.splitting import axis_sizes, cut_sized, find_bounds, read_starts, resized, sized_tensors
+from weft.splitting import axis_sizes, cut_sized, find_bounds, parse_axis, read_starts, resized, sized_tensors
 from weft.transforms.pipelines.argument_checks import Mistake
 from weft.trees import (
     Axes,
@@ -25,6 +25,8 @@ from weft.trees import (
     tree_structure,
     tree_unflatten,
 )
+
+_OTHER_STRUCTURE: Mistake = "outputs of different structures", "return the same structure for every batch"
 
 
 @runtime_checkable
@@ -99,10 +101,12 @@ def _own_methods(batch: Any) -> str:
 
 def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
     """The parts of a batch whose fields name axes."""
-    sizes, starts = _check_sizes(call, batch), _field_of_starts(batch)
+    descriptor = next(iter(find_descriptors(batch)), None)
+    sizes, starts = _check_sizes(call, batch, descriptor), _field_of_starts(batch)
     if len(sizes) == 1:
         [(axis, size)] = sizes.items()
-        yield from (cut_sized(batch, {axis: span}) for span in pairwise(find_bounds(size, parts)))
+        for start, end in pairwise(find_bounds(size, parts)):
+            yield cut_sized(batch, {axis: (start, end)}, resized(descriptor, {axis: end - start}))
     elif starts is None:
         seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
         hint = f'an integer field with axes("{next(iter(sizes))}+1"), starts in the other axis; or ' * (len(sizes) == 2)
@@ -115,24 +119,25 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
             raise DescriptorError(call, seen, f"starts from 0 on; or {_own_methods(batch)}")
         ends = [*(found[bound] for bound in bounds[:-1]), sizes[second]]
         for entries, span in zip(pairwise(bounds), pairwise(ends), strict=True):
-            yield cut_sized(batch, {first: entries, second: span}, field)
+            own = resized(descriptor, {first: entries[1] - entries[0], second: span[1] - span[0]})
+            yield cut_sized(batch, {first: entries, second: span}, own, field)
 
 
-def _check_sizes(call: str, batch: Any) -> dict[str, int]:
+def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
     """The sizes of a batch's axes. Raises DescriptorError if it has two descriptors, or a tensor has another size."""
     if len(find_descriptors(batch)) > 1:
         raise DescriptorError(call, "two descriptors in one batch", "one descriptor for all of its fields")
-    sizes = axis_sizes(batch)
+    sizes = axis_sizes(batch, descriptor)
     for value, spec in sized_tensors(batch):
         for dim, name in enumerate(spec.dims):
-            base, _, more = (name or "").partition("+")
-            if base and value.shape[dim] != sizes[base] + int(more or 0):
-                seen = f"a tensor of shape {tuple(value.shape)} where {base} is {sizes[base]}"
+            axis, more = parse_axis(name or "")
+            if axis and value.shape[dim] != sizes[axis] + more:
+                seen = f"a tensor of shape {tuple(value.shape)} where {axis} is {sizes[axis]}"
                 raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
-    for descriptor in find_descriptors(batch):
-        if others := [name for name, own in arguments_of(descriptor).items() if name not in sizes and is_int(own)]:
-            seen = f"'{descriptor}', whose {' and '.join(others)} no field names as an axis: unknown in a part"
-            raise DescriptorError(call, seen, _own_methods(batch))
+    arguments = {} if descriptor is None else arguments_of(descriptor)
+    if others := [name for name, own in arguments.items() if name not in sizes and is_int(own)]:
+        seen = f"'{descriptor}', whose {' and '.join(others)} no field names as an axis: unknown in a part"
+        raise DescriptorError(call, seen, _own_methods(batch))
     return sizes
 
 
@@ -145,11 +150,11 @@ def _field_of_starts(batch: Any) -> tuple[str, str, str] | None:
         if isinstance(value, Tensor) and value.dim() == len(dims) == 1 and not value.is_floating_point()
         if dims[0] is not None and dims[0].endswith("+1")
     ]
-    axes = axis_sizes(batch)
-    if len(axes) != 2 or len(found) != 1:
+    if len(found) != 1:
         return None
     [(field, first)] = found
-    return field, first, next(axis for axis in axes if axis != first)
+    others = [axis for axis in axis_sizes(batch, None) if axis != first]
+    return (field, first, others[0]) if len(others) == 1 else None
 
 
 def _split_rows(call: str, batch: Any, parts: int) -> Iterator[Any]:
@@ -219,24 +224,40 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
                 call, f"{type(parts[0]).__name__} has a join of its own", "join(outputs, parts, batch)"
             )
         return batch.join(list(outputs))
-    whole = _whole(call, parts, batch)
+    descriptors = [find_descriptors(part) for part in parts]
+    sizes = _sizes_of(parts, descriptors)
+    whole = _whole(call, descriptors, sizes, batch)
     found = [map_sized(lambda value, _: value, out, whole) for out in outputs]
-    names, leaves = [name for name, _ in leaves_with_names(found[0])], [tree_leaves(own) for own in found]
-    specs, starts = leaf_axes(found[0]), _field_of_starts(outputs[0]) if sized_fields(outputs[0]) else None
-    for out, own, part in zip(outputs, found, parts, strict=True):
-        if (mistake := _mistake_in_structure(out, own, part, found[0])) is not None:
+    structure, specs = tree_structure(found[0]), leaf_axes(found[0])
+    for out, own, known in zip(outputs, found, descriptors, strict=True):
+        mistake = None if tree_structure(own) == structure else _OTHER_STRUCTURE
+        if strange := [d for d in find_descriptors(out) if d not in known]:
+            mistake = f"an output of descriptor '{strange[0]}', not its part's", "return it without one"
+        if mistake is not None:
             raise DescriptorError(call, *mistake)
-    joined = list[Any]()
-    for name, spec, *column in zip(names, specs, *leaves, strict=True):
+    starts = _field_of_starts(outputs[0]) if sized_fields(outputs[0]) else None
+    names, joined = [name for name, _ in leaves_with_names(found[0])], list[Any]()
+    for name, spec, *column in zip(names, specs, *map(tree_leaves, found), strict=True):
         if starts is not None and name == f".{starts[0]}":
             joined.append(_join_starts(column))
             continue
         dim = _batch_dim(spec)
-        for leaf, part in zip(column, parts, strict=True):
-            if (mistake := _mistake_in_leaf(name, leaf, spec, dim, part)) is not None:
+        for leaf, own in zip(column, sizes, strict=True):
+            if (mistake := _mistake_in_leaf(name, leaf, spec, dim, own)) is not None:
                 raise DescriptorError(call, *mistake)
         joined.append(None if column[0] is None else torch.cat(column, dim))
-    return tree_unflatten(joined, tree_structure(found[0]))
+    return tree_unflatten(joined, structure)
+
+
+def _sizes_of(parts: Sequence[Any], descriptors: Sequence[Sequence[Any]]) -> list[dict[str, int]]:
+    """For each part the sizes that an output for it may have, by axis; by an empty name if there is no axis."""
+    first = parts[0]
+    if not all(sized_fields(part) for part in parts):
+        return [{"": _common_length("join", part)} for part in parts]
+    if not all(descriptors) or not all(type(part) is type(first) for part in parts):
+        return [axis_sizes(part, own[0] if own else None) for part, own in zip(parts, descriptors, strict=True)]
+    names = axis_sizes(first, descriptors[0][0])  # the same in all parts, whose descriptors have their sizes
+    return [{name: getattr(own[0], name) for name in names} for own in descriptors]
 
 
 def _join_starts(starts: Sequence[Tensor]) -> Tensor:
@@ -247,33 +268,15 @@ def _join_starts(starts: Sequence[Tensor]) -> Tensor:
     return torch.cat(joined)
 
 
-def _mistake_in_structure(out: Any, own: Any, part: Any, first: Any) -> Mistake | None:
-    """The mistake in the structure of the output of a part that cannot be joined.
-
-    Args:
-        out: the output.
-        own: the same with the descriptor of the whole batch.
-        part: the part.
-        first: that of the first part.
-    """
-    known = find_descriptors(part)
-    if strange := [d for d in find_descriptors(out) if d not in known]:
-        return f"an output of descriptor '{strange[0]}', not its part's", "return it without one"
-    if tree_structure(own) != tree_structure(first):
-        return "outputs of different structures", "return the same structure for every batch"
-    return None
-
-
-def _mistake_in_leaf(name: str, leaf: Any, spec: Axes | None, dim: int, part: Any) -> Mistake | None:
-    """The mistake in a leaf of the output of a part: it does not hold one entry for each of the part along `dim`."""
+def _mistake_in_leaf(name: str, leaf: Any, spec: Axes | None, dim: int, sizes: Mapping[str, int]) -> Mistake | None:
+    """The mistake in a leaf of the output of a part of these sizes: along `dim` it has another size."""
     if leaf is None:
         return None
-    sizes = axis_sizes(part) or {"": _common_length("join", part)}
     axis = None if spec is None else spec.name(dim)
     if axis is not None and "+" in axis:
         seen = f"output {name} follows {axis}, of which the parts together have more entries than the whole"
         return seen, "return it without that field"
-    wanted = {sizes[axis]} if axis in sizes else set(sizes.values())
+    wanted = {sizes[axis]} if axis is not None and axis in sizes else set(sizes.values())
     if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] in wanted:
         return None
     shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"{leaf!r:.60}"
@@ -281,15 +284,14 @@ def _mistake_in_leaf(name: str, leaf: Any, spec: Axes | None, dim: int, part: An
     return seen, "return such tensors, and reduce them outside"
 
 
-def _whole(call: str, parts: Sequence[Any], batch: Any) -> Any:
-    """The descriptor of the batch that was cut into `parts`; None if they have none."""
-    if not all(find_descriptors(part) for part in parts):
+def _whole(call: str, descriptors: Sequence[Sequence[Any]], sizes: Sequence[Mapping[str, int]], batch: Any) -> Any:
+    """The descriptor of the batch whose parts have these descriptors and sizes; None if they have none."""
+    if not all(descriptors):
         return None
-    sizes = [axis_sizes(part) for part in parts]
-    whole = resized(parts[0], {name: sum(own[name] for own in sizes) for name in sizes[0]})
-    if batch is not None and whole not in find_descriptors(batch):
-        kind, was = type(batch).__name__, next(iter(find_descriptors(batch)), None)
-        seen = f"parts that together are '{whole}', where the {kind} is '{was}'"
+    whole = resized(descriptors[0][0], {name: sum(own[name] for own in sizes) for name in sizes[0] if name})
+    if batch is not None and whole not in (was := find_descriptors(batch)):
+        kind = type(batch).__name__
+        seen = f"parts that together are '{whole}', where the {kind} is '{next(iter(was), None)}'"
         raise DescriptorError(call, seen, f"in class {kind} a method join(outputs) beside its split")
     return whole
 
