@@ -200,7 +200,7 @@ def test_09_eval_of_a_module_that_a_function_calls_is_not_seen() -> None:
 def test_10_random_numbers_that_are_not_torchs_are_frozen() -> None:
     """`random` and numpy draw once, at capture. torch's generators are registered, and draw anew in each replay.
 
-    Around it: draw with torch, or pass the numbers in.
+    Around it: draw with torch, or pass the numbers in. A stage of `weft.stages.from_module` that does so is refused.
     """
     f = weft.graphify(lambda x: x + random.random())
     assert f(ONES).tolist() == f(ONES).tolist()

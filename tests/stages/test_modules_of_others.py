@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusal import refused
 from torch import Tensor
 
 from weft.donation import clone
@@ -125,6 +126,22 @@ def test_what_a_graph_cannot_hold_of_transformers_is_refused_with_a_remedy() -> 
     made = from_module(transformers.LongformerModel(longformer))
     with pytest.raises(CaptureError, match=r"a boolean mask.*\n.*modeling_longformer.*\n.*instead: .*torch\.where"):
         graphify(made.stage)(made.params, made.state, TEXT, None)
+
+
+def test_states_in_attributes_and_draws_of_numpy_in_transformers_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    arguments = {**SMALL, "num_hidden_layers": 3, "intermediate_size": 96, "lru_width": 32}
+    made = from_module(transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**arguments)))
+    seen = "model.layers.0.temporal_block.rg_lru.recurrent_states of the module changes while it runs, <any>"
+    with refused(
+        CaptureError, "graphify(stage RecurrentGemmaForCausalLM)", seen, "return it, or register_buffer(<any>"
+    ):
+        graphify(made.stage)(made.params, made.state, {**TEXT, "use_cache": False}, None)
+    config = transformers.BigBirdConfig(**SMALL, block_size=4, num_random_blocks=1, max_position_embeddings=64)
+    made = from_module(transformers.BigBirdModel(config).train())
+    seen, instead = "a draw from numpy.random, which a replay does not repeat", "a draw from torch: torch.rand(...)"
+    with refused(CaptureError, "graphify(stage BigBirdModel)", seen, instead):
+        graphify(made.stage)(made.params, made.state, {"input_ids": IDS.repeat(1, 10)[:, :64]}, None)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
