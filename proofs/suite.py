@@ -1,6 +1,7 @@
 """The laws as a table: each with the strategy that draws its cases, so that CI, a GPU and the mutants run the same
 checks."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,12 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.errors import ArgumentError
+from weft.errors import ArgumentError, CaptureError, LoweredModeWarning
 from weft.proofs import laws, strategies
+from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.versions import HOW
 from weft.proofs.strategies.engine.agreement import conversations
+from weft.proofs.strategies.engine.attention import other_attentions
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engine.engines import loads, small_model
 from weft.proofs.strategies.engine.odd import odd_loads
@@ -216,6 +219,17 @@ def _patched(data: st.DataObject, device: str) -> None:
     laws.own_stages_serve_as_alone(load, stages, patches, device)
 
 
+def _attended(data: st.DataObject, device: str) -> None:
+    load, model = data.draw(loads(adapters=False)), small_model()
+    attention = data.draw(other_attentions(model.config.num_layers))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LoweredModeWarning)
+        try:
+            laws.own_stages_serve_as_alone(load, attention, [None] * len(load.calls), device)
+        except CaptureError as error:  # a graph that its capability does not promise
+            raise LawViolation(f"L21 own stages serve as alone: {error}") from error
+
+
 def _faulty(data: st.DataObject, device: str) -> None:
     laws.faults_end_their_own_request(data.draw(odd_loads()))
 
@@ -316,6 +330,7 @@ LAWS = (
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
     Law("L21", "own stages serve as alone", _own_stages, weight=0.5),
     Law("L21", "own stages serve as alone, with inputs of tokens", _patched, weight=0.5),
+    Law("L21", "own stages serve as alone, with another attention", _attended, weight=0.5),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),

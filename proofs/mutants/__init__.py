@@ -5,6 +5,7 @@ wrong results. `python -m weft.proofs.mutants --out FOLDER` records which law ca
 """
 
 from weft.proofs.mutants.agreement import AGREEMENT
+from weft.proofs.mutants.attention import ATTENTION
 from weft.proofs.mutants.captures import CAPTURES
 from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
@@ -18,6 +19,18 @@ from weft.proofs.mutants.steps import STEPS
 
 __all__ = ["MUTANTS", "Mutant"]
 
-_ALL = (*AGREEMENT, *CAPTURES, *DERIVATIVES, *DRAFTS, *GRAPHS, *LOOPS, *OWN_STAGES, *SCHEDULES, *SERVING, *STEPS)
+_ALL = (
+    *AGREEMENT,
+    *ATTENTION,
+    *CAPTURES,
+    *DERIVATIVES,
+    *DRAFTS,
+    *GRAPHS,
+    *LOOPS,
+    *OWN_STAGES,
+    *SCHEDULES,
+    *SERVING,
+    *STEPS,
+)
 MUTANTS = tuple(sorted(_ALL, key=lambda mutant: int(mutant.law.number[1:])))
 """All planted bugs, at least one for each row of `weft.proofs.suite.LAWS`."""

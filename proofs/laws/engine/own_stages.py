@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.proofs.checks.difference import ATOL, RTOL, LawViolation
 from weft.proofs.laws.engine.completions import check_nothing_is_left, run
+from weft.proofs.strategies.engine.attention import OtherAttention
 from weft.proofs.strategies.engine.engines import Call, Load, small_model
 from weft.proofs.strategies.engine.own_stages import Extras, OwnStages
 from weft.stages.model import Model
@@ -22,7 +23,7 @@ _LAW = "L21 own stages serve as alone"
 
 
 def own_stages_serve_as_alone(
-    load: Load, stages: OwnStages, extras: Sequence[Extras | None], device: str = "cpu"
+    load: Load, stages: OwnStages | OtherAttention, extras: Sequence[Extras | None], device: str = "cpu"
 ) -> None:
     """L21: with functions of one's own in its stages, in any batch, split and mode, an engine gives each completion the
     tokens, and captures of each of its tokens the values, of an eager run by itself whose functions have the request's
@@ -50,7 +51,9 @@ def _on(device: str) -> Model:
     return attrs.evolve(model, params=tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, model.params))
 
 
-def _alone(stages: OwnStages, model: Model, call: Call, own: Extras | None, seed: int) -> CompletionState:
+def _alone(
+    stages: OwnStages | OtherAttention, model: Model, call: Call, own: Extras | None, seed: int
+) -> CompletionState:
     """The completion of a request whose extras are constants of the functions."""
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
     engine = Engine(stages.apply(model, own or {}), limits, graph="none", run_ahead=0)

@@ -1,0 +1,69 @@
+"""Attention by other means: back ends of every capability, windows in some layers, and dense attention beside it."""
+
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.descriptor import CAPABILITIES
+from weft.ops.attention.backends import BACKENDS, AttentionBackend
+from weft.proofs.strategies.engine.own_stages import Extras
+from weft.stages.attention.context import attention_scores, weighted_values
+from weft.stages.model import Model
+
+
+@attrs.frozen
+class OtherAttention:
+    """An attention back end, for a model with windows.
+
+    Args:
+        windows: of each layer; 0: none.
+        capability: of the back end. Where it cannot be in a graph, it reads the lengths on the host.
+    """
+
+    windows: tuple[int, ...]
+    capability: str
+
+    def apply(self, model: Model, given: Extras | None = None) -> Model:
+        """The model with that attention; if `given` is not None, with dense attention in its place."""
+        model = attrs.evolve(model, config=attrs.evolve(model.config, windows=self.windows))
+        if given is not None:
+            return model.with_stages(attend=dense)
+        return model.with_stages(attend=AttentionBackend("of a law", self._attend, capability=self.capability))
+
+    def _attend(self, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+        longest, lengths = where[4], where[3]
+        is_uniform = len(lengths) * longest == len(q)
+        single = is_uniform and longest == 1
+        inside = {"full": True, "uniform": is_uniform, "uniform_single_token": single}.get(self.capability, False)
+        return (BACKENDS["torch"].attend if inside else planned)(q, kv_pages, *where)
+
+
+def planned(q: Tensor, kv_pages: Tensor, slots: Tensor, table: Tensor, *rest: Any) -> Tensor:
+    """Attention of one request after the other, whose lengths it reads on the host: as wrappers that plan a step do."""
+    starts, lengths, longest, scale, window = rest
+    spans, out = starts.tolist(), torch.zeros_like(q)
+    for r, length in enumerate(lengths.tolist()):
+        part = slice(spans[r], spans[r + 1])
+        if length and part.start < part.stop:
+            own = starts.new_tensor([0, part.stop - part.start])
+            where = slots[part], table[r : r + 1], own, lengths[r : r + 1]
+            out[part] = BACKENDS["torch"].attend(q[part], kv_pages, *where, longest, scale, window)
+    return out
+
+
+def dense(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Any) -> Tensor:
+    """Attention by the scores of whole contexts, masked by the layer's window."""
+    scores, window = attention_scores(q, kv_pages, batch), config.windows[layer.index]
+    if window:
+        ages = batch.positions[:, None] - torch.arange(scores.shape[2], device=q.device)
+        scores = scores.masked_fill((ages >= window)[:, None], -torch.inf)
+    return weighted_values(scores.softmax(-1), kv_pages, batch)
+
+
+def other_attentions(num_layers: int) -> st.SearchStrategy[OtherAttention]:
+    """Attention of any capability, with windows in some layers."""
+    windows = st.tuples(*[st.sampled_from((0, 3, 2, 1, 7))] * num_layers).filter(any)
+    return st.builds(OtherAttention, windows, st.sampled_from(CAPABILITIES[::-1]))
