@@ -7,6 +7,7 @@ rank 0 of 2
   run advance [mb 0]
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -122,11 +123,16 @@ class Run:
     @property
     def stage(self) -> int | None:
         """The number of the stage; None where something else runs."""
-        match = re.fullmatch(r"stage (\d+)", self.what)
-        return None if match is None else int(match[1])
+        return _number_of(self.what)
 
     def __str__(self) -> str:
         return f"run {self.what} [mb {self.microbatch}]"
+
+
+@functools.lru_cache(1024)
+def _number_of(what: str) -> int | None:
+    match = re.fullmatch(r"stage (\d+)", what)
+    return None if match is None else int(match[1])
 
 
 @attrs.frozen

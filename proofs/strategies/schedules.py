@@ -67,7 +67,7 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
     >>> find(woven_programs(), lambda case: case.num_stages == 4 and len(case.scheduled.programs) == 2).num_stages
     4
     """
-    ranks, per_rank = draw(st.integers(1, 3)), draw(st.sampled_from((2, 1, 3)))
+    ranks, per_rank = draw(st.sampled_from((2, 2, 1, 3))), draw(st.sampled_from((2, 2, 1, 3)))
     rows = draw(st.lists(st.frozensets(st.integers(0, 2), min_size=1), min_size=1, max_size=max_jobs))
     samples = draw(st.lists(st.sampled_from((True, True, False)), min_size=len(rows), max_size=len(rows)))
     jobs, rng = jobs_for(rows, samples), draw(st.randoms(use_true_random=False))
@@ -76,9 +76,14 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
     orders = run_orders(rng, ranks, ranks * per_rank, jobs, advances)
     made = Scheduled(jobs, weave(orders, jobs, schema=schema, advances=advances, buffers=buffers), buffers)
     edited = made
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))):
         edited = _edited(rng, edited, ranks * per_rank)
     return Woven(ranks * per_rank, tuple(rows), made, advances, edited)
+
+
+_KINDS = (
+    "drop", "double", "move", "swap", "neighbours", "taken", "returned", "returned", "stage", "microbatch",
+)  # fmt: skip
 
 
 def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
@@ -87,12 +92,24 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
     if not effects:
         return case
     at, other = rng.randrange(len(effects)), rng.randrange(len(effects))
-    kind = rng.choice(("drop", "double", "move", "swap", "neighbours", "taken", "taken", "stage", "microbatch"))
+    kind = rng.choice(
+        ("drop", "double", "move", "swap", "neighbours", "taken", "returned", "returned", "stage", "microbatch")
+    )
     if kind == "taken":  # two messages that are received one after the other
         found = [i for i, e in enumerate(effects) if isinstance(e, Recv | Broadcast)]
         first = rng.randrange(max(len(found) - 1, 1))
         for a, b in zip(found[first : first + 1], found[first + 1 : first + 2], strict=False):
             effects[a], effects[b] = effects[b], effects[a]
+    elif kind == "returned":  # an output is taken in before a message that was received earlier
+        received = [i for i, e in enumerate(effects) if isinstance(e, Recv)]
+        own = [
+            i for i, e in enumerate(effects) if isinstance(e, Broadcast) and e.root != rank and [] < received[:1] < [i]
+        ]
+        if own:
+            first = rng.choice(own)
+            stop = first + 1 + (Run("advance", effects[first].microbatch) in effects[first + 1 : first + 2])
+            place = rng.choice([i for i in received if i < first][-2:])
+            effects[place:stop] = [*effects[first:stop], *effects[place:first]]
     elif kind == "drop":
         del effects[at]
     elif kind == "double":

@@ -1,16 +1,17 @@
 """`pipeline(stages, schedule=...)`: a function or edited programs, checked, simulated, executed by every transport."""
 
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.effects import Program, Recv, Run, Schema, Send, parse_listing
 from weft.errors import ProgramError
-from weft.proofs.laws import own_schedules_are_compositions
-from weft.proofs.strategies import Woven, woven_programs
+from weft.proofs.laws import own_schedules_are_compositions, stages_agree
+from weft.proofs.strategies import Woven, traces, woven_programs
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
@@ -169,6 +170,20 @@ def test_drawn_schedules_are_compositions_in_threads(case: Woven) -> None:
         transport.close()
 
 
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_an_engine_runs_interleaved_stages(data: st.DataObject) -> None:
+    """L11 with several stages on each rank: requests get the tokens that they get alone, and all stages agree."""
+    ranks, per_rank = data.draw(st.sampled_from(((2, 2), (1, 3), (1, 2))))
+    trace = data.draw(traces(min_layers=ranks * per_rank, max_layers=ranks * per_rank))
+
+    def interleaving(stages: Any, **options: Any) -> Any:
+        return pipeline(stages, schedule=interleaved(ranks), **options)
+
+    with mock.patch("weft.proofs.laws.engine.serving.pipeline", interleaving):
+        stages_agree(trace, ranks * per_rank, data.draw(st.sampled_from(("none", "full"))))
+
+
 def without(text: str, line: str) -> tuple[Program, ...]:
     assert line in text
     return parse_listing(text.replace(f"  {line}\n", "", 1))
@@ -254,7 +269,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "devices for stages, and not for ranks": (
         lambda: pipeline([stage] * 4, schedule=interleaved(2), transport=Threads(devices=["cpu"] * 4)),
-        "saw: 4 devices for 2 stages",
+        "saw: 4 devices for 2 ranks",
     ),
 }
 

@@ -122,8 +122,8 @@ class Distributed:
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
-            seen = f"{num_ranks} stages and {self.num_ranks} processes"
-            raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a process for each stage")
+            seen = f"{num_ranks} ranks and {self.num_ranks} processes"
+            raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a process for each rank")
         return (self.rank,)
 
     def share(self, value: Any) -> Any:

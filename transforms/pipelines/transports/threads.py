@@ -61,8 +61,8 @@ class Threads:
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if self.devices is not None and len(self.devices) != num_ranks:
-            seen = f"{len(self.devices)} devices for {num_ranks} stages"
-            raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a device for each stage")
+            seen = f"{len(self.devices)} devices for {num_ranks} ranks"
+            raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a device for each rank")
         return range(num_ranks)
 
     def share(self, value: Any) -> Any:

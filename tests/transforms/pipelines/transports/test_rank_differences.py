@@ -23,7 +23,7 @@ def test_a_process_for_each_stage() -> None:
         launch(count_stages, 2, 3)
         == [
             "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n"
-            "  saw: 3 stages and 2 processes\n  instead: a process for each stage"
+            "  saw: 3 ranks and 2 processes\n  instead: a process for each rank"
         ]
         * 2
     )

@@ -53,8 +53,8 @@ def test_devices_are_counted() -> None:
     with pytest.raises(ProgramError) as error:
         pipeline([scale] * 3, transport=Threads(devices=["cpu", "cpu"]))
     assert str(error.value) == (
-        "pipeline(..., transport=Threads(devices=['cpu', 'cpu']))\n  saw: 2 devices for 3 stages\n"
-        "  instead: a device for each stage"
+        "pipeline(..., transport=Threads(devices=['cpu', 'cpu']))\n  saw: 2 devices for 3 ranks\n"
+        "  instead: a device for each rank"
     )
 
 
