@@ -1,11 +1,13 @@
 """`from_module`: any `nn.Module` as a stage, through `torch.func.functional_call`."""
 
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import is_dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -18,12 +20,19 @@ from weft.display.summary import Summarized
 from weft.donation import donates
 from weft.errors import ProgramError
 from weft.stages.unchanged import unchanged
-from weft.torchapi.private import in_dispatch_mode, storage_id
+from weft.torchapi.private import storage_id
+from weft.torchapi.watching import watched
+
+if TYPE_CHECKING:
+    from _thread import RLock
 
 Call = Callable[[Any, Any, Any], Any]
 """Calls a module for a stage: `(module, batch, x) -> y`."""
 
 _CALL = "call=lambda module, batch, x: module(...)"
+
+_LOCKS: "weakref.WeakKeyDictionary[nn.Module, RLock]" = weakref.WeakKeyDictionary()
+"""By part of a module: two stages that share it, on two threads, must not give it their values at the same time."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -73,12 +82,16 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
 
     _check_module(module, call)
     caller, buffers = _Caller(module, _call_on_inputs if call is None else call), dict(module.named_buffers())
+    locks = _locks_of(module)
 
     @donates("state")
     def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
         values = {f"module.{name}": value for name, value in {**params, **state}.items()}
-        y = torch.func.functional_call(caller, values, (batch, x))
-        _refuse_new(module, buffers, params, values)
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            y = torch.func.functional_call(caller, values, (batch, x))
+            _refuse_new(module, buffers, params, values)
         return {name: values[f"module.{name}"] for name in state}, y  # the module may have replaced a buffer
 
     vars(stage)["__weft_module__"] = module  # whose training mode `graphify` asks for
@@ -87,15 +100,21 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     return ModuleStage(stage, params, {name: b.detach().clone() for name, b in buffers.items()})
 
 
+def _locks_of(module: nn.Module) -> list["RLock"]:
+    """The locks of all parts of a module, in one order for all; a new one for those that have none."""
+    parts, own = list(module.modules()), threading.RLock()
+    known = {id(lock): lock for part in parts if (lock := _LOCKS.get(part)) is not None} or {id(own): own}
+    for part in parts:
+        _LOCKS.setdefault(part, next(iter(known.values())))
+    return [known[key] for key in sorted(known)]
+
+
 def _refuse_new(module: nn.Module, buffers: Mapping[str, Tensor], params: Mapping[str, Any], values: Any) -> None:
     """Raise ProgramError if the run made a buffer or replaced a parameter: neither has a place in the new state."""
     new = [name for name, _ in module.named_buffers() if name not in buffers]
     replaced = [name for name, value in params.items() if values[f"module.{name}"] is not value]
     if new:
-        seen, instead = (
-            f"the run made the buffer {new[0]}",
-            "make it before that: run the module once",
-        )
+        seen, instead = f"the run made the buffer {new[0]}", "make it before that: run the module once"
     elif replaced:
         seen = f"the run replaced the parameter {replaced[0]}, which is not part of the new state"
         instead = f"a buffer in its place: register_buffer({replaced[0].rpartition('.')[2]!r}, ...)"
@@ -112,7 +131,7 @@ class _Caller(nn.Module):
         self.module, self.call = module, call
 
     def forward(self, batch: Any, x: Any) -> Any:
-        with unchanged(self.module) if in_dispatch_mode() else nullcontext():
+        with unchanged(self.module) if watched() else nullcontext():
             return self.call(self.module, batch, x)
 
 

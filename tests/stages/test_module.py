@@ -15,6 +15,7 @@ from weft.proofs.laws import assert_equal
 from weft.stages.module import ModuleStage, from_module
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.transforms.pipelines.transports.threads import Threads
 
 LAW = "a stage is its module"
 
@@ -120,6 +121,21 @@ def test_in_a_pipeline(build: Any, graphs: bool) -> None:
         state, y = step(params, state, x)
         assert_equal(LAW, y.detach(), nn.Sequential(*modules)(x).detach())
         assert_equal(f"{LAW}: buffers", state, tuple(dict(m.named_buffers()) for m in modules))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_stages_that_share_a_module_run_on_threads_of_their_own(whole: bool) -> None:
+    """The stages have other parameters, and give them to the same parts, which one thread must not see of another."""
+    module = seeded(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(20)]))
+    made = [from_module(module), from_module(module if whole else module[:15])]
+    params = [{name: p * (1 + index) for name, p in own.params.items()} for index, own in enumerate(made)]
+    stages, x = [own.stage for own in made], torch.arange(64.0).view(16, 4)
+    _, wanted = pipeline(stages, microbatches=8)(params, [{}, {}], x)
+    threads = Threads()
+    step = pipeline(stages, microbatches=8, transport=threads)
+    for _ in range(5):
+        assert_equal(LAW, step(params, [{}, {}], x)[1], wanted)
+    threads.close()
 
 
 def test_training_buffers_see_one_micro_batch_after_the_other() -> None:

@@ -12,6 +12,7 @@ import torch
 from refusal import refused
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import CaptureError, ProgramError
 from weft.proofs.laws import assert_equal
@@ -162,3 +163,12 @@ class Views(nn.Module):
 def test_modules_that_are_refused(module: Any, call: Any, written: str, seen: str, instead: str) -> None:
     with refused(ProgramError, f"weft.stages.from_module({written})", seen, instead):
         from_module(module, call=call)
+
+
+def test_a_counter_of_operators_is_no_graph() -> None:
+    change, _ = CHANGES["a number"]
+    module = Keeps(change)
+    made = from_module(module)
+    with FlopCounterMode(display=False):
+        made.stage(made.params, {}, X, None)
+    assert module.count == 1
