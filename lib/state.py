@@ -105,6 +105,8 @@ class State(Summarized):
         found: [max_num_reqs + 1] int64, the leading tokens of each request that were in its pages, and that it computes
             again: they are not written, as the pages are shared. The last page of such a state is scratch. None: no
             request computes such tokens.
+        beside: by name, the pages of other models that read the same tokens, of the shape of `kv_pages` but for their
+            own layers and heads; on the last stage.
     """
 
     kv_pages: Tensor
@@ -118,6 +120,7 @@ class State(Summarized):
     extras: dict[str, Tensor] = attrs.field(factory=dict)
     carried: Carried | None = None
     found: Tensor | None = None
+    beside: dict[str, Tensor] = attrs.field(factory=dict)
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
 
     @classmethod
@@ -296,7 +299,8 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
         seen = f"page {min(both)}, which is in both" if both else "a page that is not the state's"
         raise RequestError(call, seen, f"different pages from 0 to {num_pages - 1}")
     source, target = to_device(torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device)
-    for pages in (state.kv_pages, None if state.drafting is None else state.drafting.kv_pages):
+    drafting = None if state.drafting is None else state.drafting.kv_pages
+    for pages in (state.kv_pages, drafting, *state.beside.values()):
         if pages is not None:
             pages[:, :, target] = pages[:, :, source]
     return state

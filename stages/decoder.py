@@ -35,9 +35,11 @@ from weft.stages.config import ModelConfig
 from weft.stages.functions import (
     OWN,
     Attend,
+    Beside,
     ChangeLogits,
     DecoderStage,
     Layer,
+    LogitsAt,
     Normed,
     StageFunctions,
     Tables,
@@ -74,6 +76,7 @@ def decoder_stage(
     carries: Mapping[str, Tensor] | None = None,
     token_extras: Mapping[str, Tensor] | None = None,
     attend: Attend | AttentionBackend | None = None,
+    beside: Beside | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -87,6 +90,7 @@ def decoder_stage(
             `drafting`, and every step verifies.
         attention, attend, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
         captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
+        beside: other models, which the last stage lets read the same tokens (`weft.stages.drafting.readers_beside`).
         token_extras: the default values of inputs that tokens have of their own, on the stage's device.
 
     Returns:
@@ -129,10 +133,12 @@ def decoder_stage(
             state = _carried(name, state, resolved, sown, layout.num_stages == 1)
         if not layout.last:
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
-        where = read_at(batch, num_drafts) if num_drafts else None
-        out = finish(
-            config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where, logits, captured
-        )
+        where, others = read_at(batch, num_drafts) if num_drafts else None, dict[str, LogitsAt]()
+        if beside is not None:
+            known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)  # with the drafts
+            state, others = beside(state, attrs.evolve(resolved, input_ids=known))
+        result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others
+        out = finish(config, params, state.sampling, batch, *result)
         out = attrs.evolve(out, captured=captured) if captured else out
         return state, out if where is None else verify(state, batch, where, out)
 

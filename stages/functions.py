@@ -35,6 +35,10 @@ Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Ten
 that `kv_pages` are the layer's own."""
 Attend = Callable[[ModelConfig, LayerParams, Tensor, Tensor, ResolvedBatch], Tensor]
 """`(config, layer, q, kv_pages, batch) -> mixed`: what a token reads of its context, as `weft.stages.attend`."""
+LogitsAt = Callable[[Tensor | slice], Tensor]
+"""The logits [n, vocab_size] of a model that reads beside another one, of some tokens of the batch."""
+Beside = Callable[[State, ResolvedBatch], tuple[State, dict[str, LogitsAt]]]
+"""Models that read the same tokens: `(state, batch) -> (state, logits by name)`."""
 ChangeLogits = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 """`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its request's extras."""
 
@@ -61,8 +65,8 @@ class StageFunctions:
         feed_forward: `(config, layer, batch, x) -> added`, as `feed_forward`.
         norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the norms inside layers.
         logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size],
-            `rows` [n] int64, the row of the state that each belongs to, and [n, ...] by name the extras of its request
-            and the captures of its token. Logprobs are those of its result.
+            `rows` [n] int64, the row of the state that each belongs to, and [n, ...] by name the extras of its request,
+            the captures of its token, and the logits of the models beside. Logprobs are those of its result.
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.
@@ -80,6 +84,7 @@ class StageFunctions:
         attend: `(config, layer, q, kv_pages, batch) -> mixed`, as `weft.stages.attend`: attention between the query,
             key and value product and the output projection, with this step's keys and values in the pages. `q` and
             `mixed` are [num_tokens, num_heads, head_dim]. Or an `AttentionBackend`, which computes the same otherwise.
+        beside: models by name, which read the same tokens, so that `logits` has theirs.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -99,6 +104,7 @@ class StageFunctions:
         return self.prefix_caching or ("none" if self.captures or self.carries else "full")
 
     attend: Attend | AttentionBackend | None = None
+    beside: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def capability(self) -> str:
@@ -131,6 +137,7 @@ class StageFunctions:
         kinds = ("extra", self.extras), ("token extra", self.token_extras)
         for kind, tensors in (*kinds, ("captured", self.captures), ("carried", self.carries)):
             parts += [f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())]
+        parts += [f"beside {name}: {model.weights}" for name, model in sorted(self.beside.items())]
         parts += [] if self.prefix_caching is None else [f"prefix_caching={self.prefix_caching}"]
         return ", ".join(parts) or "the decoder's own"
 
@@ -150,7 +157,7 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     """Raise ProgramError for what is not a function, for layers that the model does not have, and for an `attend` that
     an attention of one's own does not call."""
     given = attrs.asdict(functions, recurse=False)
-    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching"
+    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside"
     others = {name: given.pop(name) for name in names}
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
@@ -171,6 +178,7 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         lambda own: own is None or own in PREFIX_CACHING,
         f"one of {', '.join(PREFIX_CACHING)}; None: it follows from captures and carries",
     )
+    rules["beside"] = (lambda own: isinstance(own, Mapping), "a dict of models by name: beside={'amateur': small}")
     check_values(call, rules, {**given, **others}, ProgramError)
     if functions.attention is not None and functions.attend is not None:
         seen = "both attention=f and attend=g, and f takes the place of what calls g"
@@ -182,8 +190,13 @@ def check_together(call: str, functions: StageFunctions) -> None:
     requests and their tokens have an input of."""
     own, captures, carries = functions.prefix_caching, bool(functions.captures), bool(functions.carries)
     with_policy = f"{call} with prefix_caching={own!r}"
-    if both := sorted(functions.extras.keys() & functions.token_extras.keys()):
-        seen, instead = f"{both[0]!r} in extras and in token_extras", "another name for one of them"
+    for kinds in (("extras", "token_extras"), ("extras", "beside"), ("captures", "beside")):
+        names = [set(getattr(functions, kind)) for kind in kinds]
+        if both := sorted(names[0] & names[1]):
+            seen, instead = f"{both[0]!r} in {' and in '.join(kinds)}", "another name for one of them"
+            raise ProgramError(call, seen, instead)
+    if functions.beside and functions.logits is None:
+        seen, instead = "beside, and no logits=f that reads the models' logits", "logits=f, too: extras[name] in it"
         raise ProgramError(call, seen, instead)
     if own == "full" and (captures or carries):
         seen = f"{'captures' if captures else 'carries'}, which skipped tokens do not have"

@@ -26,7 +26,7 @@ from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output, PerToken
 from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
-from weft.stages.functions import ChangeLogits, blamed_on
+from weft.stages.functions import ChangeLogits, LogitsAt, blamed_on
 from weft.stages.params import DecoderParams
 from weft.stages.sown import sowing_nothing
 from weft.state import State
@@ -55,6 +55,7 @@ def finish(
     where: Tensor | None = None,
     change: ChangeLogits | None = None,
     captured: Mapping[str, PerToken] = NO_CAPTURES,
+    beside: Mapping[str, LogitsAt] = NO_CAPTURES,
 ) -> Output:
     """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
 
@@ -65,7 +66,7 @@ def finish(
     if change is not None:
         requests = torch.arange(len(batch.rows), device=rows.device)
         of = None if where is None else _of_tokens(requests, where)[1]
-        logits = changed_logits(change, logits, resolved, of, _at(captured, index))
+        logits = changed_logits(change, logits, resolved, of, _at(captured, beside, index))
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
@@ -73,7 +74,7 @@ def finish(
         assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
-        changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured)
+        changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured, beside)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed)
     sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
     if where is not None:
@@ -93,7 +94,8 @@ def changed_logits(
     Args:
         logits: [n, vocab_size].
         requests: [n] int64, the place in the batch of the request that each belongs to; None: one of each, in order.
-        captured: [n, ...] by name, the values that the layers captured of the tokens that the logits follow.
+        captured: [n, ...] by name, the values that the layers captured of the tokens that the logits follow, and the
+            logits that other models give them.
 
     Raises:
         ProgramError: the function returns something else than logits of that shape.
@@ -112,16 +114,23 @@ def changed_logits(
 
 
 def _changed_prompt(
-    change: ChangeLogits, batch: ResolvedBatch, captured: Mapping[str, PerToken], logits: Tensor, start: int
+    change: ChangeLogits,
+    batch: ResolvedBatch,
+    captured: Mapping[str, PerToken],
+    beside: Mapping[str, LogitsAt],
+    logits: Tensor,
+    start: int,
 ) -> Tensor:
     """The changed logits of the batch's tokens from `start` on."""
     owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
     part = slice(start, start + len(logits))
-    return changed_logits(change, logits, batch, owners[part], _at(captured, part))
+    return changed_logits(change, logits, batch, owners[part], _at(captured, beside, part))
 
 
-def _at(captured: Mapping[str, PerToken], tokens: Tensor | slice) -> dict[str, Tensor]:
-    return {name: own.values[tokens] for name, own in captured.items()}
+def _at(captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice) -> dict[str, Tensor]:
+    """By name, the captures of some tokens, and the logits that other models give them."""
+    found = {name: own.values[tokens] for name, own in captured.items()}
+    return {**found, **{name: logits_at(tokens) for name, logits_at in beside.items()}}
 
 
 def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_
 from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_stage
 from weft.stages.config import ModelConfig, config_in_folder
 from weft.stages.decoder import decoder_stage
+from weft.stages.drafting import readers_beside
 from weft.stages.functions import (
     OWN,
     Attend,
@@ -128,6 +129,7 @@ class Model:
         token_extras: Mapping[str, Tensor] | None = None,
         prefix_caching: str | None = None,
         attend: Attend | AttentionBackend | None = None,
+        beside: Mapping[str, "Model"] | None = None,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
@@ -143,6 +145,9 @@ class Model:
                 `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
             extras: the default values of inputs that each request has of its own, by name, which the functions find in
                 `batch.extras` [num_reqs, ...]. A request gives its values as `engine.add(..., extras={name: value})`.
+            beside: whole models by name, such as a smaller one, which read the same tokens in the same steps and
+                graphs, with pages of their own: `logits` finds theirs in `extras[name]` [n, vocab_size]. Their
+                parameters are closed over, and every rank of a pipeline has them; the last one runs them.
             captures: for the name of each value that the functions capture of a token (`weft.stages.sow`), an example
                 of one, such as `{"hidden": torch.zeros(hidden_size)}`.
             carries: the values before a request's first token, by name, of what the functions carry from token to token
@@ -172,7 +177,7 @@ class Model:
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
         given |= {"attend": attend}
         tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
-        tensors["token_extras"] = token_extras or {}
+        tensors |= {"token_extras": token_extras or {}, "beside": beside or {}}
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
         check_functions(call, new, self.config.num_layers)
         if isinstance(attend, AttentionBackend):
@@ -186,10 +191,12 @@ class Model:
             self.functions,
             layers={**self.functions.layers, **merged},
             captures={**self.functions.captures, **new.captures},
+            beside={**self.functions.beside, **new.beside},
             prefix_caching=prefix_caching or self.functions.prefix_caching,
             **{name: f for name, f in (*given.items(), *copies.items()) if f is not None},
         )
         check_functions(call, functions, self.config.num_layers)
+        self._check_beside(call, functions.beside)
         check_together(call, functions)
         more = () if transform is None else (transform,)
         return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
@@ -205,14 +212,30 @@ class Model:
         Raises:
             ProgramError: at a call, a transformed stage returns something else than a stage does.
         """
-        names = {f.name for f in attrs.fields(StageFunctions)} - {"extras", "prefix_caching"}
+        names = {f.name for f in attrs.fields(StageFunctions)} - {"extras", "prefix_caching", "beside"}
         own = {name: getattr(self.functions, name) for name in names}
         own["token_extras"] = {name: x.to(self.device) for name, x in self.functions.token_extras.items()}
         options: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs, "num_drafts": num_drafts}
+        if layout.last and self.functions.beside:
+            models = {name: (one.config, one.params, one.functions) for name, one in self.functions.beside.items()}
+            own["beside"] = readers_beside(models)
         stage = decoder_stage(self.config, layout, **options, **own)
         for transform in self.transforms:
             stage = transformed(stage, transform, layout)
         return stage
+
+    def _check_beside(self, call: str, models: Mapping[str, Any]) -> None:
+        """Raise ProgramError for models that cannot read beside this one."""
+        instead = f"weft.load(folder, {str(self.device)!r}): a whole model, here, whose functions read no extras"
+        for name, model in models.items():
+            seen = kind_of(model)
+            if isinstance(model, Model):
+                own = model.functions
+                more = own.extras, own.token_extras, own.captures, own.carries, own.beside, own.logits, model.transforms
+                if not any(more) and (model.device, model.layout.num_stages) == (self.device, 1):
+                    continue
+                seen = f"{model!r}" + (f" with {own}, and {len(model.transforms)} transforms" if any(more) else "")
+            raise ProgramError(f"{call} with beside={{{name!r}: ...}}", seen, instead)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., vocab_size] of hidden states [..., hidden_size] after any layer: the model's last norm and

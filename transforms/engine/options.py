@@ -177,9 +177,7 @@ class Speculation:
         num_pages, page_size = state.kv_pages.shape[2:4]
         pages, tokens = None, 0
         if first and isinstance(self.model, Model):
-            layers = len(self.model.params.layers)
-            heads, dim = self.model.config.num_kv_heads, self.model.config.head_dim
-            pages = torch.zeros(layers, 2, num_pages, page_size, heads, dim, dtype=self.model.dtype, device=device)
+            pages = empty_pages(self.model, num_pages, page_size)
         elif first:
             tokens = max_pages * page_size + 1
         drafting = Drafting.zeros(num_rows, max_tokens=tokens, kv_pages=pages, device=device)
@@ -263,8 +261,11 @@ class EngineLimits:
         here = [every[rank] for rank in transport.ranks(num_stages)]
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
         page = _page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
+        beside = model.functions.beside
         if model.functions.policy == "snapshot":
             page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
+        if here[-1].last:
+            page += sum(_page_bytes(own, own.config.num_layers, self.page_size) for own in beside.values())
         fitting = _fitting_pages(model.device, page, most, lambda: _reserved_bytes(executor and executor(small)))
         return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 
@@ -285,6 +286,13 @@ class ResolvedLimits:
         budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
         drafts = None if own is None else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
         return {**budget, "num_pages": self.num_pages, "page_size": self.page_size, "speculation": drafts}
+
+
+def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
+    """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]."""
+    config = model.config
+    shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
+    return torch.zeros(shape, dtype=model.dtype, device=model.device)
 
 
 def _page_bytes(model: Model, num_layers: int, page_size: int) -> int:

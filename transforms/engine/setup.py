@@ -22,7 +22,7 @@ from weft.stages.model import Model
 from weft.stages.params import num_bytes
 from weft.state import State, admit, advance
 from weft.transforms.engine.executor import Executor, PipelineExecutor, StepExecutor
-from weft.transforms.engine.options import RULES, ResolvedLimits, stage_rule
+from weft.transforms.engine.options import RULES, ResolvedLimits, empty_pages, stage_rule
 from weft.transforms.engine.step import advance_work, engine_ladder, graph_step, model_ladder, with_edits
 from weft.transforms.engine.weights import Weights
 from weft.transforms.graphs.ladder import Limits
@@ -75,6 +75,7 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLi
     if functions.policy == "snapshot":
         pages = limits.num_pages
     states = tuple(_carrying(state, functions.carries, drafts, pages) for state in states)
+    states = tuple(_with_pages_beside(state, layout, model) for state, layout in zip(states, layouts, strict=True))
     return states if speculation is None else speculation.states(states, layouts)
 
 
@@ -84,6 +85,15 @@ def _carrying(state: State, defaults: Mapping[str, Tensor], num_drafts: int = 0,
         return state
     given, num_rows = {name: x.to(state.positions.device) for name, x in defaults.items()}, len(state.positions)
     return attrs.evolve(state, carried=Carried.of(given, num_rows, num_drafts=num_drafts, num_pages=num_pages))
+
+
+def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State:
+    """The same empty state with pages for the models that read beside the last stage."""
+    if not layout.last or not model.functions.beside:
+        return state
+    _, _, num_pages, page_size, _, _ = state.kv_pages.shape
+    pages = {name: empty_pages(own, num_pages, page_size) for name, own in model.functions.beside.items()}
+    return attrs.evolve(state, beside=pages)
 
 
 def make_executor(
@@ -262,5 +272,6 @@ def make_state(
     )
     rows = range(len(lengths))
     own: dict[str, Any] = {"mrope_position_deltas": mrope_position_deltas, "extras": extras}
-    carrying = (_carrying(state, model.functions.carries) for state in states)
+    beside = (_with_pages_beside(state, layout, model) for state, layout in zip(states, layouts, strict=True))
+    carrying = (_carrying(state, model.functions.carries) for state in beside)
     return tuple(admit(empty, rows, pages, params, prompts, **own) for empty in carrying)
