@@ -66,14 +66,14 @@ MISTAKES = {
         lambda: weft.make_ladder("cudagraph", LIMITS),
         DescriptorError,
         "make_ladder('cudagraph', Limits(max_num_reqs=4, max_num_tokens=16, query_lens=(1,), active_loras=(0,)), "
-        "sizes=None, capability='always')",
+        "sizes=None, capability='full')",
         "an unknown mode",
         "one of none, piecewise, full_decode_only, full, full_and_piecewise",
     ),
     "ladder: a number for limits": Mistake(
         lambda: weft.make_ladder("full", 8),
         DescriptorError,
-        "make_ladder('full', 8, sizes=None, capability='always')",
+        "make_ladder('full', 8, sizes=None, capability='full')",
         "limits that are not a weft.Limits",
         "weft.Limits(max_num_reqs, max_num_tokens)",
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.ops import fp8, gate, linear, lora, norm, requests, rotary
-from weft.ops.attention import paged
+from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
 from weft.ops.fp8 import reference_quantize
 from weft.ops.sampling import sample
@@ -27,6 +27,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "fp8_linear": linear._fp8_linear,
     "linear": linear.linear,
     "move_on": requests._move_on,
+    "attend_outside": backends._attend_outside,
     "paged_attention": paged.paged_attention.unchecked,
     "paged_attention.quantized": paged._paged_attention_quantized,
     "quantize": fp8._quantize,
@@ -105,6 +106,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "linear": [(x, randn(5, 6), None), (x, randn(5, 6), randn(5))],
         "move_on": [(integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids)
                     for ids in (integers(1, 2, 3), None)],
+        "attend_outside": [(randn(7, 2, 2), randn(2, 4, 4, 1, 2), *where, backends.TORCH.handle)],
         "paged_attention": [(randn(7, 2, 2), k, v, randn(2, 4, 4, 1, 2), *where)
                             for k, v in ((None, None), (randn(7, 1, 2), randn(7, 1, 2)))],
         "paged_attention.quantized": [(randn(7, 2, 128), None, None, randn(2, 4, 4, 1, 128), *where)],
