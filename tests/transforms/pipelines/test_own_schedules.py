@@ -125,6 +125,33 @@ def test_processes_run_several_stages_each(name: str) -> None:
         assert (mine, seen) == ([x.tolist() for x in state[rank::2]], out.tolist())
 
 
+def on_gpus(name: str, backend: Any) -> bool:
+    """Whether this rank's states, and the output, are those of one process on the same device."""
+    transport = Distributed(backend=backend, timeout=20)
+    with transport.device:
+        made: Any = {"microbatches": 3, "advance": advance, "schedule": SCHEDULES[name]}
+        params, state, batch = [x.to(transport.device) for x in PARAMS], states(), BATCH.to(transport.device)
+        whole = pipeline([stage] * NUM_STAGES, **made)
+        mine: Any = [x.to(transport.device) for x in state[transport.rank :: 2]]
+        every: Any = [x.to(transport.device) for x in state]
+        step = pipeline([stage] * NUM_STAGES, transport=transport, **made)
+        for _ in range(2):
+            mine, out = step(params[transport.rank :: 2], mine, batch)
+            every, wanted = whole(params, every, batch)
+        transport.synchronize()
+        same = all(map(torch.equal, mine, every[transport.rank :: 2])) and torch.equal(out, wanted)
+    transport.close()
+    return same
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["interleaved", "own"])
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+def test_gpus_run_several_stages_each(name: str, backend: str) -> None:
+    assert launch(on_gpus, 2, name, backend) == [True, True]
+
+
 def test_a_session_ends_each_submission() -> None:
     """Another schedule's programs need not go on where those of fewer jobs ended."""
     jobs = [[Job()], [Job(after=0), Job(after=0)]]
