@@ -138,7 +138,8 @@ def carry(name: str, value: Tensor) -> None:
     recurrence. `batch.carried[name]` [num_reqs, ...] is what came from the token before the batch's first one.
 
     It is exact however a request is served: in chunks, after wrong drafts, preempted, and under a prefix hit, as
-    `model.with_stages(..., prefix_caching=...)` says. A request that starts again begins with the default.
+    `model.with_stages(..., prefix_caching=...)` says. A preempted request begins again, as if it were new: with the
+    default, or with the snapshot of the last of its pages that the prefix cache still has.
 
     Args:
         name: one that `model.with_stages(..., carries={name: default})` declares; each layer has names of its own.
