@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
+from weft.arguments.expressions import Expression, read_expression
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import ConfigError, ProgramError, RequestError
 from weft.stages.checkpoint import (
@@ -23,7 +24,6 @@ from weft.stages.checkpoint import (
     refuse_names,
 )
 from weft.stages.config import ModelConfig, find_file
-from weft.stages.expressions import Expression, read_expression
 from weft.stages.layer_fields import Part, adaptable, layer_fields
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model

@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from weft.arguments.checks import is_int
+from weft.arguments.expressions import Expression, is_plain, read_expression
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.stages.architectures import (
@@ -26,7 +27,6 @@ from weft.stages.architectures import (
     supported,
 )
 from weft.stages.attention.rope import Rope, parse_rope
-from weft.stages.expressions import Expression, is_plain, read_expression
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,

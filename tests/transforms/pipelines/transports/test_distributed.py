@@ -55,7 +55,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "transport = Distributed()\nstates, outs = calls(2, transport)\n"
         f"torch.save((states, outs), f'{tmp_path}/' + str(transport.rank))\n"
     )
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    here, root = Path(__file__).parent, Path(__file__).parents[3]
+    paths = os.pathsep.join([str(here), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,8 +6,8 @@ import time
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from weft.arguments.expressions import MOST_CHARACTERS, MOST_STEPS, Expression
 from weft.errors import ConfigError
-from weft.stages.expressions import MOST_CHARACTERS, MOST_STEPS, Expression
 
 NAME = "model.layers.12.self_attn.q_proj"
 
