@@ -1,6 +1,8 @@
 """The functions that ranks run in separate processes, and the pipelines for which every transport must equal Local."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,10 @@ from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.trees import tree_map
+
+_FOLDERS = Path(__file__).parent, Path(__file__).parents[3]
+PYTHONPATH = os.pathsep.join([*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""For processes that import this module."""
 
 
 def scale(p: Tensor, s: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import SCENARIOS, run_all, run_scenario
+from ranks import PYTHONPATH, SCENARIOS, run_all, run_scenario
 
 from weft.errors import DeviceError, ProgramError
 from weft.proofs.laws import LawViolation, assert_equal
@@ -55,10 +55,10 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "transport = Distributed()\nstates, outs = calls(2, transport)\n"
         f"torch.save((states, outs), f'{tmp_path}/' + str(transport.rank))\n"
     )
-    here, root = Path(__file__).parent, Path(__file__).parents[3]
-    paths = os.pathsep.join([str(here), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         assert_equal(LAW, tuple(torch.load(tmp_path / str(rank))), tuple(parts("calls", 2, rank)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import scale, told
+from ranks import PYTHONPATH, scale, told
 from tqdm import tqdm
 
 from weft.errors import ProgramError, RankError
@@ -276,8 +276,7 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
     )
     script = tmp_path / "script.py"
     script.write_text(code)
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": paths}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
@@ -319,8 +318,7 @@ def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(tmp_path: Path
         "    except KeyboardInterrupt:\n"
         "        print(len(launch(place, 2, 7, 'b')), 'ranks afterwards')\n"
     )
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": paths}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr, done.returncode) == ("2 ranks afterwards\n", "", 0)
 
