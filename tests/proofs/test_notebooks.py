@@ -32,6 +32,8 @@ NAMES = ("1-first-steps", "2-a-pipeline-is-a-program", "3-a-real-model", "4-rese
 OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
 """torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored elsewhere too."""
 MOST_BYTES = 300_000
+EXPERIMENT = "ten lines"
+"""The tag of a cell that is an experiment's own code."""
 REWRITE = "python -m weft.proofs.notebook_outputs"
 
 
@@ -55,6 +57,16 @@ def test_it_is_valid_and_small_and_has_its_outputs(name: str) -> None:
     assert (FOLDER / f"{name}.ipynb").stat().st_size <= MOST_BYTES
     text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
     assert re.findall(r"/tmp/|/home/|/root/|ipykernel_", text) == []
+
+
+@pytest.mark.parametrize(("name", "count"), [("3-a-real-model", 8), ("4-research", 8)])
+def test_experiments_take_at_most_ten_lines(name: str, count: int) -> None:
+    """As the notebooks say; blank lines and comments are not counted."""
+    cells = [cell for cell in code_cells(read(name)) if EXPERIMENT in cell.metadata.get("tags", [])]
+    assert len(cells) == count
+    for cell in cells:
+        lines = [line for line in cell.source.splitlines() if line.strip() and not line.strip().startswith("#")]
+        assert len(lines) <= 10, cell.source
 
 
 @pytest.mark.slow
