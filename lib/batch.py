@@ -34,6 +34,13 @@ SCRATCH_ROW = -1
 """In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
 
 
+def _of_tokens(values: Any) -> Any:
+    """Values by name, tensors among them as those of tokens."""
+    if not isinstance(values, dict) or not any(isinstance(own, Tensor) for own in values.values()):
+        return values
+    return {name: PerToken(own) if isinstance(own, Tensor) else own for name, own in values.items()}
+
+
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class Batch(Summarized):
@@ -74,7 +81,7 @@ class Batch(Summarized):
     targets: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
     inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
     positions: Tensor | None = attrs.field(default=None, metadata=axes(None, "num_tokens", pad=IN_ORDER))
-    token_extras: dict[str, PerToken] = attrs.field(factory=dict)
+    token_extras: dict[str, PerToken] = attrs.field(factory=dict, converter=_of_tokens)
 
     @classmethod
     def decode(

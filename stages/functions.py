@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int, kind_of
 from weft.batch import Batch, ResolvedBatch
+from weft.descriptor import CAPABILITIES
 from weft.donation import donates
 from weft.errors import ProgramError
 from weft.ops.attention.backends import AttentionBackend
@@ -107,28 +108,37 @@ class StageFunctions:
     beside: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
+    def _readers(self) -> list["StageFunctions"]:
+        """The functions of all models that read in a step, these first."""
+        return [self, *(model.functions for model in self.beside.values())]
+
+    @property
+    def _backends(self) -> list[AttentionBackend]:
+        return [own.attend for own in self._readers if isinstance(own.attend, AttentionBackend)]
+
+    @property
     def capability(self) -> str:
         """The graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`."""
-        return self.attend.capability if isinstance(self.attend, AttentionBackend) else "full"
+        return min((own.capability for own in self._backends), key=CAPABILITIES.index, default="full")
 
     @property
     def inside(self) -> Callable[[int | None], bool] | None:
         """For a query length (None: ragged), whether the attention runs inside of a graph of that class, so that graphs
         in pieces would have no operator to be cut at; None: it is the operator."""
-        if isinstance(self.attend, AttentionBackend):
-            return self.attend.runs_inside
-        return None if self.attend is None and self.attention is None else lambda query_len: True
+        if any(own.attend is None and own.attention is None for own in self._readers):
+            return None
+        return lambda query_len: all(own.runs_inside(query_len) for own in self._backends)
 
     @property
     def page_size(self) -> int:
         """Tokens per page, unless one says otherwise: 16 if the attention has kernels for it."""
-        sizes = self.attend.page_sizes if isinstance(self.attend, AttentionBackend) else ()
-        return sizes[0] if sizes and _PAGE_SIZE not in sizes else _PAGE_SIZE
+        sizes = [own.page_sizes for own in self._backends if own.page_sizes]
+        return next((own[0] for own in sizes if _PAGE_SIZE not in own), _PAGE_SIZE)
 
     def check_pages(self, call: str, page_size: int) -> None:
         """Raise ProgramError unless the attention has kernels for pages of this size."""
-        if isinstance(self.attend, AttentionBackend):
-            self.attend.check_pages(call, page_size)
+        for own in self._backends:
+            own.check_pages(call, page_size)
 
     def __str__(self) -> str:
         named = {name: getattr(self, name) for name in ("attention", "attend", "feed_forward", "norm", "logits")}
@@ -190,7 +200,7 @@ def check_together(call: str, functions: StageFunctions) -> None:
     requests and their tokens have an input of."""
     own, captures, carries = functions.prefix_caching, bool(functions.captures), bool(functions.carries)
     with_policy = f"{call} with prefix_caching={own!r}"
-    for kinds in (("extras", "token_extras"), ("extras", "beside"), ("captures", "beside")):
+    for kinds in (("extras", "token_extras"), ("extras", "captures"), ("extras", "beside"), ("captures", "beside")):
         names = [set(getattr(functions, kind)) for kind in kinds]
         if both := sorted(names[0] & names[1]):
             seen, instead = f"{both[0]!r} in {' and in '.join(kinds)}", "another name for one of them"
@@ -242,7 +252,8 @@ def _are_tensors(found: Any) -> bool:
 @contextmanager
 def blamed_on(function: str, extras: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which each error gets a note: which of the user's functions raised it, and what it could read."""
-    known = f"; batch.extras has {', '.join(extras)}" if extras else ""
+    named = ", ".join(extras)
+    known = f"; batch.extras has {named}, of requests: batch.per_token(...) gives those of tokens" if extras else ""
     with noted(f"in {function} of with_stages(...){known}"):
         yield
 

@@ -226,15 +226,18 @@ class Model:
 
     def _check_beside(self, call: str, models: Mapping[str, Any]) -> None:
         """Raise ProgramError for models that cannot read beside this one."""
-        instead = f"weft.load(folder, {str(self.device)!r}): a whole model, here, whose functions read no extras"
+        vocabulary = f"of {self.config.vocab_size} tokens, whose functions read no extras"
+        instead = f"weft.load(folder, {str(self.device)!r}): a whole model, here, {vocabulary}"
         for name, model in models.items():
             seen = kind_of(model)
             if isinstance(model, Model):
                 own = model.functions
                 more = own.extras, own.token_extras, own.captures, own.carries, own.beside, own.logits, model.transforms
-                if not any(more) and (model.device, model.layout.num_stages) == (self.device, 1):
+                place = model.device, model.layout.num_stages, model.config.vocab_size
+                if not any(more) and place == (self.device, 1, self.config.vocab_size):
                     continue
-                seen = f"{model!r}" + (f" with {own}, and {len(model.transforms)} transforms" if any(more) else "")
+                having = f" with {own}, and {len(model.transforms)} transforms" if any(more) else ""
+                seen = f"{model!r} of {model.config.vocab_size} tokens{having}"
             raise ProgramError(f"{call} with beside={{{name!r}: ...}}", seen, instead)
 
     def logits(self, hidden: Tensor) -> Tensor:

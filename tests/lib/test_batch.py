@@ -115,3 +115,10 @@ def test_batches_are_compared_by_identity() -> None:
     assert batch == batch
     assert batch != Batch.decode([0])
     assert hash(batch)
+
+
+def test_inputs_of_tokens_are_given_as_tensors() -> None:
+    batch = Batch.ragged(rows=[0], token_ids=[[1, 2, 3]])
+    given = attrs.evolve(batch, token_extras={"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))})
+    assert {name: type(own) for name, own in given.token_extras.items()} == {"patch": PerToken, "other": PerToken}
+    assert torch.equal(given.token_extras["patch"].values, torch.ones(3, 2))

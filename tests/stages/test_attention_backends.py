@@ -1,6 +1,8 @@
 """Attention back ends: the same tokens by other means, in the graphs that they declare, and what is refused."""
 
+import pickle
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from torch import Tensor
 import weft
 from weft.descriptor import CAPABILITIES
 from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
-from weft.ops.attention.backends import BACKENDS, AttentionBackend
+from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, AttentionBackend
+from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs.ladder import MODES
 
 PROMPTS = ["The function returns a list of", "A list is", "In Python, "]
@@ -93,6 +97,43 @@ def test_a_capability_that_lies_is_named_at_the_first_capture(model: Model, capa
     with pytest.raises(CaptureError, match="tolist") as caught:
         generate(lying, PROMPTS, max_tokens=4, graph="full_and_piecewise")
     assert f"in the attention back end 'planned', of capability '{capability}'" in caught.value.__notes__
+
+
+def in_place(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+    """Returns the memory of its queries."""
+    return q.copy_(TORCH.attend(q, kv_pages, *where))
+
+
+def test_a_result_in_the_queries_memory_is_replayed(model: Model) -> None:
+    expected = tokens(model)
+    for capability in CAPABILITIES[1:]:
+        own = model.with_stages(attend=AttentionBackend("in place", in_place, capability=capability))
+        assert tokens(own, graph="piecewise") == expected, capability
+
+
+def test_a_copy_is_registered_anew() -> None:
+    mine = AttentionBackend("mine", planned, capability="piecewise", page_sizes=(4,))
+    for copy in (pickle.loads(pickle.dumps(mine)), deepcopy(mine)):
+        assert (copy.name, copy.attend, copy.capability, copy.page_sizes) == ("mine", planned, "piecewise", (4,))
+        assert copy.handle != mine.handle
+        assert _BY_HANDLE[copy.handle] is copy
+    assert pickle.loads(pickle.dumps(TORCH)) is TORCH
+
+
+def test_pages_have_the_size_that_all_back_ends_have(model: Model) -> None:
+    paged = AttentionBackend("paged", TORCH.attend, page_sizes=(8,))
+    small = model.with_stages(attend=paged)
+    beside = model.with_stages(beside={"other": small}, logits=lambda logits, rows, extras: logits + extras["other"])
+    assert tokens(beside) == tokens(model)
+    with pytest.raises(ProgramError, match="kernels for 8"):
+        Engine(beside)
+    assert make_state(small, split_layers(model.config.num_layers, 1), lengths=[9])[0].kv_pages.shape[3] == 8
+    eager = model.with_stages(attend=AttentionBackend("planned", planned, capability="none"))
+    lowest = model.with_stages(beside={"other": eager}, logits=lambda logits, rows, extras: logits + extras["other"])
+    with pytest.warns(LoweredModeWarning, match="lowered to 'none'"):
+        assert tokens(lowest, graph="full") == tokens(model)
+    with pytest.raises(RequestError, match="attention can be in any graph"):
+        Engine(model, speculation=Speculation(num_tokens=2, model=eager))
 
 
 def test_what_is_refused(model: Model) -> None:

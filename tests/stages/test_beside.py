@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.errors import ProgramError
+from weft.errors import ProgramError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model, load
@@ -16,6 +16,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.graphs.ladder import MODES
+from weft.trees import tree_map
 
 PROMPTS = ["The function returns a list of", "The function returns a tuple of", "In Python, "]
 WAYS: list[dict[str, Any]] = [
@@ -111,6 +112,21 @@ def test_logprobs_of_prompts_are_of_the_changed_logits(expert: Model, amateur: M
         assert found.prompt_logprobs == pytest.approx(wanted, abs=1e-3), way
 
 
+def test_parameters_of_a_model_beside_that_change_are_noticed(expert: Model, amateur: Model) -> None:
+    params = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, amateur.params)
+    own = expert.with_stages(beside={"amateur": attrs.evolve(amateur, params=params)}, logits=contrast)
+    ids = expert.encode(PROMPTS[0])
+
+    def said(engine: Engine) -> list[int]:
+        engine.add(ids, SamplingParams(temperature=0), max_tokens=8)
+        return [token for output in engine for token in output.token_ids]
+
+    engine = Engine(own, EngineLimits(page_size=4))
+    before = said(engine)
+    params.layers[0].qkv_proj.neg_()
+    assert said(engine) == said(Engine(own)) != before
+
+
 def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
     with pytest.raises(ProgramError, match=r"no logits=f that reads(.|\n)*instead"):
         expert.with_stages(beside={"amateur": amateur})
@@ -119,5 +135,13 @@ def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
     steered = amateur.with_stages(extras={"vector": torch.zeros(2)})
     with pytest.raises(ProgramError, match=r"extra vector: \[2\](.|\n)*whose functions read no extras"):
         expert.with_stages(beside={"amateur": steered}, logits=contrast)
+    with pytest.raises(ProgramError, match="'x' in extras and in captures"):
+        expert.with_stages(extras={"x": torch.zeros(())}, captures={"x": torch.zeros(())})
+    other = attrs.evolve(amateur, config=attrs.evolve(amateur.config, vocab_size=7))
+    with pytest.raises(ProgramError, match=r"of 7 tokens(.|\n)*a whole model, here, of 257 tokens"):
+        expert.with_stages(beside={"amateur": other}, logits=contrast)
+    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    with pytest.raises(RequestError, match="a draft model without models beside"):
+        Engine(expert, speculation=Speculation(num_tokens=2, model=own))
     with pytest.raises(ProgramError, match="'amateur' in extras and in beside"):
         expert.with_stages(beside={"amateur": amateur}, logits=contrast, extras={"amateur": torch.zeros(())})

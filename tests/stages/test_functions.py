@@ -212,7 +212,8 @@ def test_an_error_says_in_which_function_it_was_raised(model: Model) -> None:
     own = model.with_stages(layers={1: change}, extras={"vector": torch.zeros(2)})
     with pytest.raises(KeyError, match="vctor") as found:
         said_by(own)
-    assert "in layer 1 of with_stages(...); batch.extras has vector" in found.value.__notes__
+    known = "batch.extras has vector, of requests: batch.per_token(...) gives those of tokens"
+    assert f"in layer 1 of with_stages(...); {known}" in found.value.__notes__
 
 
 def test_tensors_that_require_grad_may_be_read(model: Model) -> None:

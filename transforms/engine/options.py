@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values, is_int, names_arguments
 from weft.arguments.equivalents import LIMITS
+from weft.ops.attention.backends import AttentionBackend
 from weft.stages.adapters import Adapter
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
@@ -129,15 +130,21 @@ class Speculation:
         if self.config is None:
             return
         vocab, place = model.config.vocab_size, (model.device, 1)
-        own = self.model.functions if isinstance(self.model, Model) else OWN
+        own, extras = self.model.functions if isinstance(self.model, Model) else OWN, model.functions.extras
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
                 lambda own: own == vocab,
                 f"a draft model of {vocab} tokens, as the model's",
             ),
             "the draft model's extras": (
-                lambda own: set(own) <= model.functions.extras.keys(),
+                lambda own: all(name in extras and extras[name].shape == x.shape for name, x in own.items()),
                 "a draft model whose extras the model has too: the requests' values are the model's",
+            ),
+            "the draft model's captures": (lambda own: not own, "a draft model whose logits read no captures"),
+            "the draft model's beside": (lambda own: not own, "a draft model without models beside"),
+            "the draft model's attend": (
+                lambda own: not isinstance(own, AttentionBackend) or (own.capability == "full" and not own.page_sizes),
+                "a draft model whose attention can be in any graph, with pages of any size",
             ),
             "the draft model's carries": (
                 lambda own: not own,
@@ -157,7 +164,10 @@ class Speculation:
             rules,
             {
                 "the draft model's vocab_size": self.config.vocab_size,
-                "the draft model's extras": own.extras.keys(),
+                "the draft model's extras": own.extras,
+                "the draft model's captures": own.captures.keys() if own.logits is not None else (),
+                "the draft model's beside": own.beside.keys(),
+                "the draft model's attend": own.attend,
                 "the draft model's carries": own.carries.keys(),
                 "the draft model's token_extras": own.token_extras.keys(),
                 "the draft model": self.model,

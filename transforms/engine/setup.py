@@ -31,8 +31,6 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 from weft.trees import tree_map
 
-PAGE_SIZE = 16
-"""Tokens per page."""
 _LENGTHS: Rule = (
     lambda given: isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given),
     "a list of whole numbers >= 1, one a request",
@@ -254,7 +252,8 @@ def make_state(
         RequestError: lengths that are not a list of integers >= 1.
     """
     check_values("make_state(model, layouts, lengths)", {"lengths": _LENGTHS}, {"lengths": lengths})
-    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    page_size = model.functions.page_size
+    counts = [-(-length // page_size) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
     params = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
@@ -265,7 +264,7 @@ def make_state(
         max_num_reqs=len(lengths),
         num_pages=ends[-1],
         max_pages=max(counts),
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         extras=model.functions.extras,
         dtype=model.dtype,
         device=model.device,

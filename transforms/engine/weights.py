@@ -49,7 +49,8 @@ class Weights:
     _seen: int = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        leaves = tree_leaves(([params for _, params in self.stages], self.drafts))
+        beside = [model.params for model in self.model.functions.beside.values()]
+        leaves = tree_leaves(([params for _, params in self.stages], self.drafts, beside))
         self._tracked = tuple(x for x in leaves if isinstance(x, Tensor) and not x.is_inference())
         self.mark_seen()
 

@@ -14,6 +14,7 @@ from weft.errors import DeviceError, ProgramError
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import operator
+from weft.torchapi.private import storage_id
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +46,8 @@ class AttentionBackend:
         name: for errors, reports and the comparison of ranks.
         attend: `(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window)`,
             which returns `[T, H, D]`: the arguments of `paged_attention` without `k` and `v`, which are in the pages.
-            In a graph it may not read values on the host.
+            In a graph it may not read values on the host; what does so is of capability `piecewise`.
+            It writes to none of its arguments.
         capability: the graphs in which it can run, one of `CAPABILITIES`.
         devices, dtypes: what it runs on and in.
         head_dims, page_sizes: those that it has kernels for; empty: any.
@@ -71,6 +73,12 @@ class AttentionBackend:
         given = {name: getattr(self, name) for name in _RULES}
         check_values(f"AttentionBackend({self.name!r}, ...)", _RULES, given, ProgramError)
         _BY_HANDLE[self.handle] = self
+
+    def __reduce__(self) -> Any:
+        """A copy has a handle of its own; a back end of weft's own is itself."""
+        if BACKENDS.get(self.name) is self:
+            return _named, (self.name,)
+        return AttentionBackend, tuple(getattr(self, own.name) for own in attrs.fields(AttentionBackend) if own.init)
 
     def check(self, call: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: int) -> None:
         """Raise unless it can run a model of these.
@@ -144,7 +152,17 @@ def _attend_outside(
 def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     """The result of the back end with the handle that comes last."""
     *where, handle = rest
-    return _BY_HANDLE[handle].attend(q, kv_pages, *where)
+    out = _BY_HANDLE[handle].attend(q, kv_pages, *where)
+    return out.clone() if _shares(out, q, kv_pages, *where) else out  # an operator's result is new memory
+
+
+def _named(name: str) -> AttentionBackend:
+    return BACKENDS[name]
+
+
+def _shares(out: Any, *inputs: Any) -> bool:
+    """Whether a result is in the memory of an argument."""
+    return isinstance(out, Tensor) and storage_id(out) in {storage_id(x) for x in inputs if isinstance(x, Tensor)}
 
 
 def _by_operator(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
@@ -254,3 +254,10 @@ def test_two_tapes_do_not_touch_each_other() -> None:
 def test_the_tape_is_the_choice_without_a_gpu_tensor() -> None:
     assert make_backend(None, [torch.ones(1)]).name == "tape"
     assert make_backend("tape", []).name == "tape"
+
+
+def test_an_operator_that_writes_to_its_argument_and_does_not_say_so_is_replayed() -> None:
+    library.define("weft_tests::tripled", "(Tensor x) -> Tensor")
+    library.impl("weft_tests::tripled", "CPU", lambda x: x.mul_(3))
+    library.register_fake("weft_tests::tripled", torch.empty_like)
+    replays(lambda x: torch.ops.weft_tests.tripled(x * 2) + 1)

@@ -166,7 +166,9 @@ class _Recorder(OperatorWatch):
             self.unwritten.written(targets.union(storage_id(t) for _, t in results))
         if func.overloadpacket in ONLY_MEMORY and results:
             self.unwritten.allocated(result)
-        if (results or writes or checks) and repeated:
+        # An operator of others that returns an argument's memory may have written to it, whatever its schema says.
+        foreign = func.namespace != "aten" and bool(made)
+        if (results or writes or checks or foreign) and repeated:
             if func.namespace != "aten":  # others may write to more than they declare
                 self.unwritten.written(inputs)
             if not reads_shapes(func):
