@@ -29,13 +29,20 @@ from weft.transforms.pipelines.argument_checks import (
 from weft.transforms.pipelines.checker import PROGRAMS, CheckedPrograms
 from weft.transforms.pipelines.microbatch import after_first, class_text, lends_state
 from weft.transforms.pipelines.parts import join, split
-from weft.transforms.pipelines.schedule import Job, count_running, decode_jobs, jobs_for, make_programs
+from weft.transforms.pipelines.schedule import (
+    Job,
+    count_running,
+    decode_jobs,
+    jobs_for,
+    make_programs,
+    put_classes,
+    refuse_other_work,
+)
 from weft.transforms.pipelines.session import Session, Spans
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.weaving import Schedule
-from weft.transforms.pipelines.work import put_classes, refuse_other_work
 from weft.transforms.pipelines.worker import StageRun, Worker, call_advance, call_stage, put_batches, states_of
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
