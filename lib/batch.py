@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import attrs
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from weft.arguments.checks import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.display.summary import Summarized
-from weft.errors import DescriptorError
-from weft.outputs import PerToken
+from weft.errors import DescriptorError, ProgramError
+from weft.outputs import PerRequest, PerToken
 from weft.splitting import cut_sized, find_bounds, read_starts
 from weft.torchapi.private import to_device
 from weft.trees import axes, descriptor_field, pytree
@@ -280,9 +280,10 @@ class ResolvedBatch(Summarized):
         last_index: [num_reqs] int64, the index of each request's last token.
         adapters: [num_tokens] int32, the slot of each token's adapter; -1: no adapter. None if the batch has none.
         active_adapters: [num_active_loras] int32, the distinct slots in `adapters`, then -1.
-        extras: [num_reqs, ...] by name: each request's own inputs for stages that take some; the defaults for padding.
-        carried: [num_reqs, ...] by name: what each request carries from the token before its first one in this batch
-            (`weft.stages.carry`); the defaults for padding.
+        extras: each request's own inputs for stages that take some, by name; the defaults for padding. `per_token` of
+            one is a tensor, and so are its `values` [num_reqs, ...].
+        carried: by name, what each request carries from the token before its first one in this batch
+            (`weft.stages.carry`); the defaults for padding. `scan_tokens` begins with one.
         token_extras: [num_tokens, ...] by name: each token's own inputs for stages that take some.
     """
 
@@ -297,16 +298,29 @@ class ResolvedBatch(Summarized):
     last_index: Tensor
     adapters: Tensor | None = None
     active_adapters: Tensor | None = None
-    extras: dict[str, Tensor] = attrs.field(factory=dict)
-    carried: Mapping[str, Tensor] = attrs.field(factory=dict)
+    extras: dict[str, PerRequest] = attrs.field(factory=dict)
+    carried: Mapping[str, PerRequest] = attrs.field(factory=dict)
     token_extras: dict[str, Tensor] = attrs.field(factory=dict)
 
-    def per_token(self, values: Tensor) -> Tensor:
-        """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...]."""
-        owners, _ = find_owners(self.query_start_loc, len(self.input_ids))
-        return values[owners]
+    def per_token(self, values: PerRequest | Tensor) -> Tensor:
+        """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...].
 
-    def scan_tokens(self, f: Callable[..., Tensor], init: Tensor, *xs: Tensor) -> Tensor:
+        Raises:
+            ProgramError: they are not of the batch's requests.
+        """
+        found = self._of_requests("batch.per_token(values)", "values", values)
+        owners, _ = find_owners(self.query_start_loc, len(self.input_ids))
+        return found[owners]
+
+    def _of_requests(self, call: str, name: str, given: Any) -> Tensor:
+        """A tensor [num_reqs, ...], checked."""
+        found, count = given.values if isinstance(given, PerRequest) else given, len(self.rows)
+        _check_first(
+            call, name, found, count, f"a tensor [{count}, ...], or batch.extras[...]: a value for each request"
+        )
+        return cast(Tensor, found)
+
+    def scan_tokens(self, f: Callable[..., Tensor], init: PerRequest | Tensor, *xs: Tensor) -> Tensor:
         """The values of a recurrence after each token, [num_tokens, ...]; its requests go on side by side.
 
         As `jax.lax.scan`, it calls `f` once for each place: as often as the batch's longest request may have tokens,
@@ -317,13 +331,35 @@ class ResolvedBatch(Summarized):
             f: `(value, *xs) -> value`, each [num_reqs, ...]: the value after a token, from the one before it.
             init: [num_reqs, ...], the values before the first tokens, such as `batch.carried[name]`.
             xs: [num_tokens, ...], read by `f` token by token.
+
+        Raises:
+            ProgramError: `init` is not of the requests, one of `xs` is not of the tokens, or `f` returns something else
+                than a value of the shape and dtype of the one before it.
         """
+        call = "batch.scan_tokens(f, init, *xs)"
+        value = self._of_requests(call, "init", init)
         starts, num_tokens = self.query_start_loc[:-1].to(torch.int64), len(self.input_ids)
-        lengths, value, found = self.query_start_loc[1:] - starts, init, init[:0]
+        for index, x in enumerate(xs):
+            _check_first(call, f"xs[{index}]", x, num_tokens, f"a tensor [{num_tokens}, ...]: a value for each token")
+        lengths, found = self.query_start_loc[1:] - starts, value[:0]
         for place in range(self.descriptor.query_len or num_tokens):
             live, token = place < lengths, (starts + place).clamp(max=num_tokens - 1)
-            made = f(value, *(x[token] for x in xs))
+            made: Any = f(value, *(x[token] for x in xs))
+            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (value.shape, value.dtype):
+                instead = f"the next value, as the one before it: {_described(value)}"
+                raise ProgramError(call, f"f returned {_described(made)}", instead)
             value = torch.where(live.view(-1, *[1] * (made.dim() - 1)), made, value)
             found = found if place else value.new_zeros(num_tokens + 1, *value.shape[1:])  # the last one is scratch
             found[torch.where(live, token, num_tokens)] = value
         return found[:num_tokens]
+
+
+def _check_first(call: str, name: str, given: Any, count: int, instead: str) -> None:
+    """Raise ProgramError unless it is a tensor with so many entries."""
+    if not isinstance(given, Tensor) or given.dim() == 0 or len(given) != count:
+        raise ProgramError(call, f"{name} is {_described(given)}", instead)
+
+
+def _described(value: Any) -> str:
+    """A value's shape and dtype, for an error."""
+    return f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else kind_of(value)

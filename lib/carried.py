@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.batch import ResolvedBatch
 from weft.display.summary import Summarized
+from weft.outputs import PerRequest
 from weft.torchapi.private import in_functorch_transform, to_device
 from weft.trees import pytree
 
@@ -68,9 +69,9 @@ class Carried(Summarized):
                 start = torch.where(found, self.snapshots[name][pages], start)
             own[rows, places % own.shape[1]] = start
 
-    def read(self, rows: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """The values [num_reqs, ...] of rows [num_reqs] int64 after so many tokens; the defaults for padding."""
-        return {name: own[rows, positions % own.shape[1]] for name, own in self.values.items()}
+    def read(self, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
+        """The values of rows [num_reqs] int64 after so many tokens; the defaults for padding."""
+        return {name: PerRequest(own[rows, positions % own.shape[1]]) for name, own in self.values.items()}
 
     def write(self, batch: ResolvedBatch, page_size: int, values: Mapping[str, Tensor]) -> Self:
         """The rows and snapshots after a step: themselves, written in place; new ones where a derivative is asked for,

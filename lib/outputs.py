@@ -1,9 +1,14 @@
-"""The outputs of stages: `IntermediateTensors` between two stages, and the last stage's `Output`."""
+"""The outputs of stages: `IntermediateTensors` between two stages, and the last stage's `Output`; and values that a
+batch has one of for each token, or for each request."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import attrs
 from torch import Tensor
 
 from weft.display.summary import Summarized
+from weft.errors import ProgramError
 from weft.trees import axes, pytree
 
 
@@ -13,6 +18,27 @@ class PerToken(Summarized):
     """A value for each token of a batch: `values` [num_tokens, ...]."""
 
     values: Tensor = attrs.field(metadata=axes("num_tokens"))
+
+
+@pytree
+@attrs.frozen(eq=False, repr=False)
+class PerRequest(Summarized):
+    """A value for each request of a batch: `values` [num_reqs, ...].
+
+    It is not a tensor, because torch would add it to values of tokens wherever a padded batch has as many requests as
+    tokens: `batch.per_token(...)` of it is a tensor with the value of each token's request.
+    """
+
+    values: Tensor = attrs.field(metadata=axes("num_reqs"))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> NoReturn:
+        given = (f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in args)
+        call = f"{getattr(func, '__name__', func)}({', '.join(given)})"
+        instead = "batch.per_token(...) of it, [num_tokens, ...]; its own tensor, [num_reqs, ...], is `.values`"
+        raise ProgramError(call, "a PerRequest, whose values are of requests and not of tokens", instead)
 
 
 @pytree

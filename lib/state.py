@@ -14,7 +14,7 @@ from weft.donation import donatable, donates
 from weft.errors import RequestError
 from weft.ops.requests import move_on, resolve_tokens
 from weft.ops.sampling.sample import count_tokens
-from weft.outputs import Output
+from weft.outputs import Output, PerRequest
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.torchapi.private import to_device
@@ -323,7 +323,7 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     carried = {} if state.carried is None else state.carried.read(batch.rows, state.positions[batch.rows])
     return ResolvedBatch(
         batch.descriptor, batch.rows, ids, positions, batch.query_start_loc, seq_lens, block_table, slots, last_index,
-        adapters, active, {name: values[batch.rows] for name, values in state.extras.items()}, carried,
+        adapters, active, {name: PerRequest(values[batch.rows]) for name, values in state.extras.items()}, carried,
     )  # fmt: skip
 
 

@@ -265,21 +265,21 @@ def _run_layer(
     """One layer, which first adds the last block's result, if there is one: its own last block's result, which is not
     added yet, the hidden states, and the pages."""
     normalize, eps = functions.norm or norm, config.rms_norm_eps
-    with blamed_on("norm", batch.extras) if functions.norm else _NOTHING:
+    with blamed_on("norm", batch) if functions.norm else _NOTHING:
         x, hidden = normalize(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
     if functions.attention is None:
         own = None if functions.attend is None else functools.partial(_attended, functions.attend)
         added, pages = attention(config, layer, kv_pages, batch, tables, x, attend=own)
     else:
-        with blamed_on("attention", batch.extras):
+        with blamed_on("attention", batch):
             added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
         check_added("attention", added, hidden)
     quantized = layer.gate_up_scale is not None
-    with blamed_on("norm", batch.extras) if functions.norm else _NOTHING:
+    with blamed_on("norm", batch) if functions.norm else _NOTHING:
         x, hidden = normalize(layer.post_attention_layernorm, eps, added, hidden, quantized=quantized)
     if functions.feed_forward is None:
         return feed_forward(config, layer, batch, x), hidden, pages
-    with blamed_on("feed_forward", batch.extras):
+    with blamed_on("feed_forward", batch):
         return check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden), hidden, pages
 
 
@@ -293,9 +293,9 @@ def _attended(
 ) -> Tensor:
     """The result of attention of one's own, checked."""
     if isinstance(own, AttentionBackend):
-        with noted(f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
+        with noted(lambda: f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
             return check_attended(context.attend(config, layer, q, kv_pages, batch, backend=own), q)
-    with blamed_on("attend", batch.extras):
+    with blamed_on("attend", batch):
         return check_attended(own(config, layer, q, kv_pages, batch), q)
 
 

@@ -70,13 +70,13 @@ class StageFunctions:
             the captures of its token, and the logits of the models beside. Logprobs are those of its result.
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
-            requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.
+            requests' values as `batch.per_token(batch.extras[name])` [num_tokens, ...].
         token_extras: the default value, by name, of each input that a token of a prompt has of its own; generated
             tokens have the default. The functions read the values in `batch.token_extras[name]` [num_tokens, ...].
         captures: for the name of each value that the functions capture of a token (`sow`), an example of one.
         carries: for the name of each value that a request carries from token to token (`carry`), the value before its
-            first one. The functions read what comes from the token before the batch in `batch.carried[name]`
-            [num_reqs, ...].
+            first one. The functions read what comes from the token before the batch in `batch.carried[name]`, one
+            for each request, with which `batch.scan_tokens` begins.
         prefix_caching: what is done with the leading tokens of a request that the prefix cache has. `"full"`: they are
             not computed. `"recompute"`: their pages are shared, and they are computed again, without being written: so
             they are captured, and carried through. `"snapshot"`: they are not computed, and what the request carries
@@ -227,7 +227,7 @@ def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *a
         ProgramError: it is something else than a layer's.
     """
     hidden: Tensor = args[-1]
-    with blamed_on(f"layer {index}", args[2].extras):
+    with blamed_on(f"layer {index}", args[2]):
         made: Any = change(layer)
         if not callable(made):
             instead = "a function of the layer that returns a layer: layers={index: change}"
@@ -250,21 +250,30 @@ def _are_tensors(found: Any) -> bool:
 
 
 @contextmanager
-def blamed_on(function: str, extras: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which each error gets a note: which of the user's functions raised it, and what it could read."""
-    named = ", ".join(extras)
-    known = f"; batch.extras has {named}, of requests: batch.per_token(...) gives those of tokens" if extras else ""
-    with noted(f"in {function} of with_stages(...){known}"):
+def blamed_on(function: str, given: ResolvedBatch | Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which each error gets a note: which of the user's functions raised it, and the names that it could
+    read, in a batch or in the extras of logits."""
+
+    def note() -> str:
+        if isinstance(given, ResolvedBatch):
+            names = {f"batch.{kind}": getattr(given, kind) for kind in ("extras", "carried", "token_extras")}
+        else:
+            names = {"extras": given}
+        parts = [f"{kind} has {', '.join(map(repr, own))}" for kind, own in names.items() if own]
+        known = parts or [f"there is no name in {', '.join(names)}: model.with_stages(...) declares them"]
+        return f"in {function} of with_stages(...); {', '.join(known)}"
+
+    with noted(note):
         yield
 
 
 @contextmanager
-def noted(note: str) -> Iterator[None]:
+def noted(note: Callable[[], str]) -> Iterator[None]:
     """A context in which each error gets this note."""
     try:
         yield
     except Exception as error:
-        error.add_note(note)
+        error.add_note(note())
         raise
 
 

@@ -100,7 +100,7 @@ def changed_logits(
     Raises:
         ProgramError: the function returns something else than logits of that shape.
     """
-    rows, extras = batch.rows, batch.extras
+    rows, extras = batch.rows, {name: own.values for name, own in batch.extras.items()}
     if requests is not None:
         rows, extras = rows[requests], {name: own[requests] for name, own in extras.items()}
     extras = {**extras, **captured} if captured else extras

@@ -143,15 +143,16 @@ class Model:
             attention, attend, feed_forward, norm, logits: in the place of the decoder's (`weft.stages.StageFunctions`).
             layers: for the index of a layer, `f(layer) -> layer`, where a layer is
                 `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
-            extras: the default values of inputs that each request has of its own, by name, which the functions find in
-                `batch.extras` [num_reqs, ...]. A request gives its values as `engine.add(..., extras={name: value})`.
+            extras: the default values of inputs that each request has of its own, by name, which the functions read
+                as `batch.per_token(batch.extras[name])` [num_tokens, ...], and `logits` as `extras[name]`. A request
+                gives its values as `engine.add(..., extras={name: value})`.
             beside: whole models by name, such as a smaller one, which read the same tokens in the same steps and
                 graphs, with pages of their own: `logits` finds theirs in `extras[name]` [n, vocab_size]. Their
                 parameters are closed over, and every rank of a pipeline has them; the last one runs them.
             captures: for the name of each value that the functions capture of a token (`weft.stages.sow`), an example
                 of one, such as `{"hidden": torch.zeros(hidden_size)}`.
             carries: the values before a request's first token, by name, of what the functions carry from token to token
-                (`weft.stages.carry`), and find in `batch.carried` [num_reqs, ...].
+                (`weft.stages.carry`), and find in `batch.carried`, one for each request.
             token_extras: the same as `extras` for each token of a prompt, which the functions find in
                 `batch.token_extras` [num_tokens, ...]: a request gives [tokens of its prompt, ...] in the same
                 `engine.add(..., extras=...)`, and the tokens that it generates have the default.

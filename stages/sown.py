@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.arguments.checks import kind_of
 from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
-from weft.outputs import IntermediateTensors, PerToken
+from weft.outputs import IntermediateTensors, PerRequest, PerToken
 
 
 @attrs.define
@@ -135,7 +135,7 @@ def sow(name: str, value: Tensor) -> None:
 
 def carry(name: str, value: Tensor) -> None:
     """Carry a value from each token to the next of its request, from within a layer of one's own: the state of a
-    recurrence. `batch.carried[name]` [num_reqs, ...] is what came from the token before the batch's first one.
+    recurrence. `batch.carried[name]` is what came from the token before the batch's first one, for each request.
 
     It is exact however a request is served: in chunks, after wrong drafts, preempted, and under a prefix hit, as
     `model.with_stages(..., prefix_caching=...)` says. A preempted request begins again, as if it were new: with the
@@ -155,13 +155,13 @@ def carry(name: str, value: Tensor) -> None:
         own.carry(name, value)
 
 
-class _Read(Mapping[str, Tensor]):
+class _Read(Mapping[str, PerRequest]):
     """Carried values that note the layer in which each is read."""
 
-    def __init__(self, sown: Sown, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, sown: Sown, values: Mapping[str, PerRequest]) -> None:
         self._sown, self._values = sown, values
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> PerRequest:
         found = self._values[name]
         self._sown.reads.add((name, self._sown.layer))
         return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
 from weft.carried import Carried
-from weft.outputs import PerToken
+from weft.outputs import PerRequest, PerToken
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.stages.sown import Sown
@@ -28,14 +28,14 @@ _SCHEDULER = "weft.transforms.engine.scheduler"
 def _of_the_row_below(state: State, batch: Batch) -> ResolvedBatch:
     """Each request has the extras of the one after it in the batch."""
     found = resolve(state, batch)
-    return attrs.evolve(found, extras={name: x.roll(-1, 0) for name, x in found.extras.items()})
+    return attrs.evolve(found, extras={name: PerRequest(x.values.roll(-1, 0)) for name, x in found.extras.items()})
 
 
 def _of_the_row(state: State, batch: Batch) -> ResolvedBatch:
     """Requests have the extras of the first rows, whichever rows they are in."""
     found = resolve(state, batch)
     first = torch.arange(len(batch.rows), device=batch.rows.device).clamp(max=len(state.positions) - 1)
-    return attrs.evolve(found, extras={name: x[first] for name, x in state.extras.items()})
+    return attrs.evolve(found, extras={name: PerRequest(x[first]) for name, x in state.extras.items()})
 
 
 def _salt_without_extras(adapter: int, version: int, extras: RequestExtras | None) -> bytes:
@@ -132,8 +132,8 @@ def _not_started(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -
             self.values[name][row] = own[row] if page < 0 else self.values[name][row]
 
 
-def _of_the_neighbour(self: Carried, rows: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    return {name: own.roll(1, 0) for name, own in _READ(self, rows, positions).items()}
+def _of_the_neighbour(self: Carried, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
+    return {name: PerRequest(own.values.roll(1, 0)) for name, own in _READ(self, rows, positions).items()}
 
 
 def _carried(name: str, method: str, bug: Any) -> Mutant:

@@ -1,17 +1,21 @@
 """The makers of batches."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weft.batch import LAST_TOKEN, Batch
+from weft.batch import LAST_TOKEN, Batch, ResolvedBatch
 from weft.descriptor import BatchDescriptor
-from weft.errors import DescriptorError
-from weft.outputs import PerToken
+from weft.errors import DescriptorError, ProgramError
+from weft.outputs import PerRequest, PerToken
 from weft.padding import pad
+from weft.sampling import SamplingParams
+from weft.state import State, admit, resolve
 from weft.trees import leaves_with_names, sized_fields
 
 FAST = settings(deadline=None, max_examples=60)
@@ -115,6 +119,40 @@ def test_batches_are_compared_by_identity() -> None:
     assert batch == batch
     assert batch != Batch.decode([0])
     assert hash(batch)
+
+
+def resolved() -> ResolvedBatch:
+    """Two requests, of one token and of two."""
+    state = State.zeros(
+        num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=2, num_pages=4, max_pages=2, page_size=4, vocab_size=9
+    )
+    state = admit(state, [0, 1], [[0], [1]], [SamplingParams(temperature=0.0)] * 2, [[1], [2, 3]])
+    return resolve(state, Batch.ragged([0, 1], [[1], [2, 3]]))
+
+
+ONES, SUMS = torch.ones(2), torch.tensor([1.0, 2.0, 3.0])
+MISUSED: list[tuple[Callable[[ResolvedBatch], Any], str]] = [
+    (lambda batch: batch.per_token(SUMS), r"values is \[3\], torch.float32[\s\S]*a tensor \[2, \.\.\.\]"),
+    (lambda batch: batch.per_token(PerRequest(SUMS)), r"values is \[3\], torch.float32"),
+    (lambda batch: batch.scan_tokens(torch.add, torch.zeros(()), SUMS), r"init is \[\], torch.float32"),
+    (lambda batch: batch.scan_tokens(torch.add, ONES, SUMS, ONES), r"xs\[1\] is \[2\][\s\S]*a tensor \[3, \.\.\.\]"),
+    (lambda batch: batch.scan_tokens(lambda value, x: value[:, None], ONES, SUMS), r"f returned \[2, 1\]"),
+    (lambda batch: batch.scan_tokens(lambda value, x: value.double(), ONES, SUMS), r"f returned \[2\], torch.float64"),
+    (lambda batch: batch.scan_tokens(lambda value, x: (value, x), ONES, SUMS), "f returned a tuple"),
+]
+
+
+@pytest.mark.parametrize(("use", "text"), MISUSED)
+def test_values_of_another_shape_are_named(use: Callable[[ResolvedBatch], Any], text: str) -> None:
+    with pytest.raises(ProgramError, match=text) as found:
+        use(resolved())
+    assert "instead" in str(found.value)
+
+
+def test_values_of_requests_become_those_of_their_tokens() -> None:
+    batch, values = resolved(), torch.tensor([5.0, 7.0])
+    assert batch.per_token(PerRequest(values)).tolist() == batch.per_token(values).tolist() == [5, 7, 7]
+    assert batch.scan_tokens(torch.add, PerRequest(values), SUMS).tolist() == [6, 9, 12]
 
 
 def test_inputs_of_tokens_are_given_as_tensors() -> None:

@@ -212,8 +212,31 @@ def test_an_error_says_in_which_function_it_was_raised(model: Model) -> None:
     own = model.with_stages(layers={1: change}, extras={"vector": torch.zeros(2)})
     with pytest.raises(KeyError, match="vctor") as found:
         said_by(own)
-    known = "batch.extras has vector, of requests: batch.per_token(...) gives those of tokens"
-    assert f"in layer 1 of with_stages(...); {known}" in found.value.__notes__
+    assert "in layer 1 of with_stages(...); batch.extras has 'vector'" in found.value.__notes__
+
+
+READ: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda batch: batch.extras["a"], "; batch.extras has 'vector', batch.token_extras has 'patch'"),
+    (lambda batch: batch.token_extras["vector"], "; batch.extras has 'vector', batch.token_extras has 'patch'"),
+]
+
+
+@pytest.mark.parametrize(("read", "known"), READ)
+def test_an_unknown_name_is_answered_with_the_known_ones(model: Model, read: Callable[[Any], Any], known: str) -> None:
+    def own(config: Any, layer: Any, batch: ResolvedBatch, x: Any) -> Any:
+        return read(batch)
+
+    zero = {"extras": {"vector": torch.zeros(2)}, "token_extras": {"patch": torch.zeros(2)}}
+    with pytest.raises(KeyError) as found:
+        said_by(model.with_stages(feed_forward=own, **zero))
+    assert f"in feed_forward of with_stages(...){known}" in found.value.__notes__
+    with pytest.raises(KeyError) as found:
+        said_by(model.with_stages(feed_forward=own))
+    none = "there is no name in batch.extras, batch.carried, batch.token_extras: model.with_stages(...) declares them"
+    assert f"in feed_forward of with_stages(...); {none}" in found.value.__notes__
+    with pytest.raises(KeyError) as found:
+        said_by(model.with_stages(logits=lambda logits, rows, extras: extras["vctor"], **zero))
+    assert "in logits of with_stages(...); extras has 'vector'" in found.value.__notes__
 
 
 def test_tensors_that_require_grad_may_be_read(model: Model) -> None:

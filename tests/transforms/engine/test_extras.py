@@ -1,6 +1,6 @@
 """Inputs of its own that each request has for the model's stages: each request gets what it gets alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
-from weft.errors import RequestError
+from weft.errors import ProgramError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
@@ -39,7 +39,7 @@ def steered(model: Model) -> Model:
     def steer(layer: Any) -> Any:
         def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
-            vectors = batch.extras["vector"] * batch.extras["strength"][:, None]
+            vectors = batch.extras["vector"].values * batch.extras["strength"].values[:, None]
             return hidden + batch.per_token(vectors), kv_pages
 
         return run
@@ -137,6 +137,37 @@ def test_a_runner_takes_them_too(steered: Model, vectors: list[Tensor | None], a
         state, out = runner.step(runner.params, state, Batch.decode(range(4)))
         tokens.append(out.token_ids.tolist())
     assert [*map(list, zip(*tokens, strict=True))] == [own[:6] for own in alone]
+
+
+WITHOUT: tuple[Callable[[Tensor, Any], Any], ...] = (
+    lambda hidden, own: hidden + own,
+    lambda hidden, own: own * hidden,
+    lambda hidden, own: torch.cat([hidden, own], -1),
+)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("combine", WITHOUT)
+@pytest.mark.parametrize("prompts", [[[5]], [[5, 6], [7, 8]]], ids=["one token", "as many requests as tokens"])
+def test_values_of_requests_are_not_taken_for_those_of_tokens(
+    model: Model, prompts: list[list[int]], combine: Callable[[Tensor, Any], Any], mode: str
+) -> None:
+    """Two prompts of two tokens are padded to four requests and four tokens, where torch would broadcast."""
+
+    def change(layer: Any) -> Any:
+        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+            hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
+            return combine(hidden, batch.extras["vector"]), kv_pages
+
+        return run
+
+    own = model.with_stages(layers={LAYER: change}, extras={"vector": torch.zeros(model.config.hidden_size)})
+    runner = make_runner(own, Limits(4, 64), mode=mode)
+    state = make_state(own, runner.layouts, [64] * len(prompts))
+    text = r"a PerRequest, whose values are of requests[\s\S]*instead: batch.per_token\(...\) of it"
+    with pytest.raises(ProgramError, match=text) as found:
+        runner.step(runner.params, state, Batch.ragged(range(len(prompts)), prompts))
+    assert any("batch.extras has 'vector'" in note for note in found.value.__notes__)
 
 
 WRONG = [
