@@ -293,7 +293,7 @@ def _attended(
 ) -> Tensor:
     """The result of attention of one's own, checked."""
     if isinstance(own, AttentionBackend):
-        with noted(lambda: f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
+        with noted(lambda _: f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
             return check_attended(context.attend(config, layer, q, kv_pages, batch, backend=own), q)
     with blamed_on("attend", batch):
         return check_attended(own(config, layer, q, kv_pages, batch), q)

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import Rule, check_values, is_int, kind_of
+from weft.arguments.checks import Rule, check_values, is_int, kind_of, other_signature
 from weft.batch import Batch, ResolvedBatch
 from weft.descriptor import CAPABILITIES
 from weft.donation import donates
@@ -43,6 +43,17 @@ Beside = Callable[[State, ResolvedBatch], tuple[State, dict[str, LogitsAt]]]
 ChangeLogits = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 """`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its request's extras."""
 
+
+_CALLS = {
+    "attention": (6, (), "(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)"),
+    "attend": (5, (), "(config, layer, q, kv_pages, batch) -> mixed"),
+    "feed_forward": (4, (), "(config, layer, batch, x) -> added"),
+    "norm": (4, ("quantized",), "(weight, eps, added, hidden, *, quantized) -> (normed, hidden)"),
+    "logits": (3, (), "(logits, rows, extras) -> logits"),
+    "layers": (1, (), "(layer) -> layer"),
+}
+"""For each function of one's own, the number of its arguments by position, those by keyword, and its signature."""
+_LAYER = "(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)"
 
 PREFIX_CACHING = ("full", "recompute", "snapshot", "none")
 """What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`)."""
@@ -164,8 +175,8 @@ def name_of(f: Any) -> str:
 
 
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
-    """Raise ProgramError for what is not a function, for layers that the model does not have, and for an `attend` that
-    an attention of one's own does not call."""
+    """Raise ProgramError for what is not a function, or one of another signature, for layers that the model does not
+    have, and for an `attend` that an attention of one's own does not call."""
     given = attrs.asdict(functions, recurse=False)
     names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside"
     others = {name: given.pop(name) for name in names}
@@ -190,6 +201,11 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     )
     rules["beside"] = (lambda own: isinstance(own, Mapping), "a dict of models by name: beside={'amateur': small}")
     check_values(call, rules, {**given, **others}, ProgramError)
+    own = {name: f for name, f in given.items() if f is not None and not isinstance(f, AttentionBackend)}
+    for name, f in (*own.items(), *((f"layers[{index}]", f) for index, f in functions.layers.items())):
+        count, keywords, wanted = _CALLS[name.partition("[")[0]]
+        if (seen := other_signature(f, count, *keywords)) is not None:
+            raise ProgramError(f"{call} with {name}={seen.partition('(')[0]}", seen, f"a function {wanted}")
     if functions.attention is not None and functions.attend is not None:
         seen = "both attention=f and attend=g, and f takes the place of what calls g"
         raise ProgramError(call, seen, "one of them: f may call weft.stages.decoder.attention(..., attend=g)")
@@ -232,6 +248,8 @@ def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *a
         if not callable(made):
             instead = "a function of the layer that returns a layer: layers={index: change}"
             raise ProgramError(f"layers={{{index}: ...}}(layer)", f"it returned {kind_of(made)}", instead)
+        if (seen := other_signature(made, len(args))) is not None:
+            raise ProgramError(f"layers={{{index}: ...}}(layer)", f"it returned {seen}", f"a layer {_LAYER}")
         result: Any = made(*args)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         if (result[0].shape, result[0].dtype) == (hidden.shape, hidden.dtype):
@@ -254,26 +272,27 @@ def blamed_on(function: str, given: ResolvedBatch | Mapping[str, Tensor]) -> Ite
     """A context in which each error gets a note: which of the user's functions raised it, and the names that it could
     read, in a batch or in the extras of logits."""
 
-    def note() -> str:
+    def note(error: Exception) -> str:
         if isinstance(given, ResolvedBatch):
             names = {f"batch.{kind}": getattr(given, kind) for kind in ("extras", "carried", "token_extras")}
         else:
             names = {"extras": given}
         parts = [f"{kind} has {', '.join(map(repr, own))}" for kind, own in names.items() if own]
-        known = parts or [f"there is no name in {', '.join(names)}: model.with_stages(...) declares them"]
-        return f"in {function} of with_stages(...); {', '.join(known)}"
+        if not parts and isinstance(error, KeyError):
+            parts = [f"there is no name in {', '.join(names)}: model.with_stages(...) declares them"]
+        return f"in {function} of with_stages(...){'; ' * bool(parts)}{', '.join(parts)}"
 
     with noted(note):
         yield
 
 
 @contextmanager
-def noted(note: Callable[[], str]) -> Iterator[None]:
+def noted(note: Callable[[Exception], str]) -> Iterator[None]:
     """A context in which each error gets this note."""
     try:
         yield
     except Exception as error:
-        error.add_note(note())
+        error.add_note(note(error))
         raise
 
 
@@ -313,12 +332,10 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
         ProgramError: the transform returns no function; or, at a call, that returns something else than a stage does.
     """
     call, inner = f"{name_of(transform)}({stage.__name__})", transform(stage)
-    check_values(
-        call,
-        {"its result": (callable, "a stage: a function (params, state, batch, x)")},
-        {"its result": inner},
-        ProgramError,
-    )
+    rule: Rule = callable, "a stage: a function (params, state, batch, x) -> (state, y)"
+    check_values(call, {"its result": rule}, {"its result": inner}, ProgramError)
+    if (seen := other_signature(inner, 4)) is not None:
+        raise ProgramError(call, f"it returned {seen}", rule[1])
 
     @donates("state")
     def run(

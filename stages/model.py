@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.arguments.checks import Rule, check_values, kind_of, names_arguments
+from weft.arguments.checks import Rule, check_values, kind_of, names_arguments, other_signature
 from weft.arguments.equivalents import LOAD
 from weft.errors import CheckpointError, ProgramError, RequestError, WeftError
 from weft.ops.attention.backends import AttentionBackend
@@ -47,7 +47,10 @@ _RULES: dict[str, Rule] = {
     ),
 }
 
-_TRANSFORM: Rule = (lambda f: f is None or callable(f), "a function of a stage, which returns a stage")
+_TRANSFORM: Rule = (
+    lambda f: f is None or (callable(f) and other_signature(f, 1) is None),
+    "a function of a stage, which returns a stage",
+)
 
 DEMO = Path(__file__).parent / "demo"
 """The folder of the checkpoint that weft ships."""

@@ -142,6 +142,26 @@ def _with_value(name: str, value: Any) -> str:
     return f"{name} of shape {list(value.shape)}, {value.dtype}" if is_tensor else f"{name}={value!r:.200}"
 
 
+def other_signature(function: Callable[..., Any], count: int, *keywords: str) -> str | None:
+    """The name and signature of a function that does not take so many arguments by position, and these by keyword; None
+    if it does, or if its signature is not known. A module's is that of its `forward`.
+
+    >>> def halved(x): ...
+    >>> other_signature(halved, 1), other_signature(halved, 2), other_signature(halved, 1, "axis")
+    (None, 'halved(x)', 'halved(x)')
+    """
+    called = getattr(function, "forward", function)
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*range(count), **dict.fromkeys(keywords))
+    except TypeError:
+        return f"{getattr(function, '__name__', type(function).__name__)!s:.60}{signature}"
+    return None
+
+
 def kind_of(value: object) -> str:
     """The name of a value's class with an article, for an error.
 

@@ -262,6 +262,10 @@ def test_tensors_that_require_grad_may_be_read(model: Model) -> None:
         assert not any(leaf.requires_grad for leaf in tree_leaves(engine._executor.state) if isinstance(leaf, Tensor))
 
 
+def halved(x: Any) -> Any:
+    return x / 2
+
+
 WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: model.with_stages(3), "transform"),
     (lambda model: model.with_stages(attention=3), "attention"),
@@ -282,6 +286,37 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: generate(sowing(model), PROMPTS, max_tokens=2, pipeline=2), "from logits"),
     (lambda model: said_by(model.with_stages(captures={"a": torch.zeros(())})), "no function that calls"),
     (lambda model: said_by(model.with_stages(lambda stage: 3)), "a stage: a function"),
+    (
+        lambda model: said_by(model.with_stages(lambda stage: lambda x: x)),
+        r"returned <lambda>\(x\)[\s\S]*a stage: a fun",
+    ),
+    (lambda model: model.with_stages(lambda: 3), "a function of a stage, which returns a stage"),
+    (
+        lambda model: model.with_stages(feed_forward=halved),
+        r"with feed_forward=halved\n  saw: halved\(x.*\n  instead: a function \(config, layer, batch, x\) -> added",
+    ),
+    (
+        lambda model: model.with_stages(feed_forward=torch.nn.Linear(2, 2)),
+        r"Linear\(input: .*\n.*a function \(config, layer, batch, x\) -> added",
+    ),
+    (
+        lambda model: model.with_stages(attention=halved),
+        r"halved\(x.*\n.*\(config, layer, kv_pages, batch, tables, x\)",
+    ),
+    (lambda model: model.with_stages(attend=halved), r"halved\(x.*\n.*\(config, layer, q, kv_pages, batch\) -> mixed"),
+    (lambda model: model.with_stages(logits=halved), r"halved\(x.*\n.*\(logits, rows, extras\) -> logits"),
+    (
+        lambda model: model.with_stages(norm=lambda weight, eps, added, hidden: None),
+        r"\(weight, eps, added, hidden\)\n.*\(weight, eps, added, hidden, \*, quantized\)",
+    ),
+    (
+        lambda model: model.with_stages(layers={2: lambda: None}),
+        r"with layers\[2\]=.*\n.*\n.*a function \(layer\) -> layer",
+    ),
+    (
+        lambda model: said_by(model.with_stages(layers={1: lambda layer: halved})),
+        r"it returned halved\(x.*\n.*a layer \(params, kv_pages, batch, tables, hidden\) -> \(hidden, kv_pages\)",
+    ),
     (
         lambda model: said_by(model.with_stages(lambda stage: lambda *args: args[1])),
         "it returned a State",

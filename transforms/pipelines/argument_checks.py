@@ -1,10 +1,9 @@
 """Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`, before anything runs."""
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.arguments.checks import COUNT, Rule, check_values, kind_of
+from weft.arguments.checks import COUNT, Rule, check_values, kind_of, other_signature
 from weft.donation import refuse_donated
 from weft.effects import Program, Schema
 from weft.errors import ProgramError
@@ -22,6 +21,7 @@ TRANSPORT: Rule = (
     lambda value: value is None or (hasattr(value, "ranks") and not isinstance(value, type)),
     "Local(), Threads() or Distributed(), of weft.transforms",
 )
+_SCHEDULE = "a function (num_stages, jobs, *, schema, advances, buffers) -> programs"
 _OPTIONS: dict[str, Rule] = {
     "microbatches": COUNT,
     "advance": (
@@ -34,7 +34,7 @@ _OPTIONS: dict[str, Rule] = {
         lambda value: (
             callable(value) or (isinstance(value, list | tuple) and all(isinstance(p, Program) for p in value))
         ),
-        "a function (num_stages, jobs, *, schema, advances, buffers) -> programs: interleaved(2); or the programs",
+        f"{_SCHEDULE}: interleaved(2); or the programs",
     ),
 }
 
@@ -78,22 +78,8 @@ def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
     if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
         seen = f"{name} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state, batch)"
         return seen, f"its {len(inner)} stages in its place: [*step.stages, ...]"
-    if (signature := _other_signature(stage, 4)) is not None:
+    if (signature := other_signature(stage, 4)) is not None:
         return f"{name}, {signature}", f"a stage {_SIGNATURE}"
-    return None
-
-
-def _other_signature(function: Callable[..., Any], count: int) -> str | None:
-    """The name and signature of a function that does not take so many arguments by position; None if it does, or if its
-    signature is not known."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return f"{getattr(function, '__name__', function)!s:.60}{signature}"
     return None
 
 
@@ -107,7 +93,7 @@ def check_step(transform: str, step: Any, name: str, count: Any) -> str:
     and `count`, the argument `name`, is a positive int."""
     call = f"{transform}({getattr(step, '__name__', step)!s:.60}, {getattr(count, '__name__', repr(count))})"
     check_count(call, name, count)
-    seen = _other_signature(step, 3) if callable(step) else f"{kind_of(step)}, no function"
+    seen = other_signature(step, 3) if callable(step) else f"{kind_of(step)}, no function"
     refuse(call, None if seen is None else (seen, "a step (params, state, batch) -> (state, out)"))
     return call
 
@@ -118,8 +104,11 @@ def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any,
     options["schedule"] = schedule
     for name, value in options.items():
         check_values(f"pipeline(<{num_stages} stages>, {name}={value!r:.60})", _OPTIONS, {name: value}, ProgramError)
-    if advance is not None and (signature := _other_signature(advance, 3)) is not None:
+    if advance is not None and (signature := other_signature(advance, 3)) is not None:
         refuse(f"pipeline(<{num_stages} stages>, advance=...)", (signature, "a function (state, batch, out) -> state"))
+    takes = 2, "schema", "advances", "buffers"
+    if callable(schedule) and (signature := other_signature(schedule, *takes)) is not None:
+        refuse(f"pipeline(<{num_stages} stages>, schedule=...)", (signature, _SCHEDULE))
 
 
 def check_entries(

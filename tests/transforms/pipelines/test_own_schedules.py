@@ -178,6 +178,15 @@ def test_a_whole_step_of_interleaved_stages_is_captured() -> None:
     assert_same(graphify(step)(PARAMS, states(), BATCH), step(PARAMS, states(), BATCH))
 
 
+def test_a_schedule_of_another_signature_is_refused_with_its_own() -> None:
+    def named(num_stages: int, jobs: Any) -> Any:
+        return make_programs(num_stages, jobs)
+
+    text = r"schedule=...\)\n  saw: named\(num_stages.*\n.*\*, schema, advances, buffers\) -> programs"
+    with pytest.raises(ProgramError, match=text):
+        pipeline([stage] * 3, schedule=named)
+
+
 def test_a_declared_schema_is_put_into_programs_without_one() -> None:
     schema = Schema.parse("[3] float32")
     step = pipeline([stage] * NUM_STAGES, microbatches=2, schema=schema, schedule=in_turn)
