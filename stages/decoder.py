@@ -54,7 +54,7 @@ from weft.stages.head import finish, read_at, verify
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
-from weft.stages.sown import Sown, at_layer, sowing
+from weft.stages.sown import Sown, SownNames, at_layer, sowing
 from weft.state import State, resolve
 
 _NOTHING = nullcontext()
@@ -77,6 +77,7 @@ def decoder_stage(
     token_extras: Mapping[str, Tensor] | None = None,
     attend: Attend | AttentionBackend | None = None,
     beside: Beside | None = None,
+    sown_names: SownNames | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -92,6 +93,8 @@ def decoder_stage(
         captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
         beside: other models, which the last stage lets read the same tokens (`weft.stages.drafting.readers_beside`).
         token_extras: the default values of inputs that tokens have of their own, on the stage's device.
+        sown_names: shared by the stages of a split that run in this process, which find in it what none of them
+            captures, and what two of them carry; None: this stage knows its own alone.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -103,6 +106,7 @@ def decoder_stage(
     own["attend"] = attend
     functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own)
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
+    names = sown_names or SownNames(layout.num_stages)
 
     _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
@@ -126,11 +130,13 @@ def decoder_stage(
         with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
             given = params, state.kv_pages, own_batch, tables, hidden
             hidden, pages = run_layers(config, *given, functions, layout.start)
-        captured = sown.after(x, hidden.device, layout.num_stages == 1)
+        sown.check_carried()
+        names.add(layout.index, sown)
+        captured = sown.after(x, hidden.device)
         if pages is not state.kv_pages:
             state = attrs.evolve(state, kv_pages=pages)
         if functions.carries:
-            state = _carried(name, state, resolved, sown, layout.num_stages == 1)
+            state = _carried(name, state, resolved, sown)
         if not layout.last:
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
         where, others = read_at(batch, num_drafts) if num_drafts else None, dict[str, LogitsAt]()
@@ -166,12 +172,11 @@ def _check_call(
     raise kind(f"{name}(params, state, batch, x)", seen, instead)
 
 
-def _carried(name: str, state: State, batch: ResolvedBatch, sown: Sown, alone: bool) -> State:
+def _carried(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> State:
     """The state with what the batch's requests carry on from this stage."""
     if state.carried is None:
         instead = "a state of this model: make_state(model, ...), or Carried.of(model.functions.carries, ...)"
         raise ProgramError(f"{name}(params, state, batch, x)", "a state without `carried`", instead)
-    sown.check_carried(alone)
     carried = state.carried.write(batch, state.kv_pages.shape[3], sown.carried)
     return state if carried is state.carried else attrs.evolve(state, carried=carried)
 

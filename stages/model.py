@@ -38,6 +38,7 @@ from weft.stages.functions import (
 from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
+from weft.stages.sown import SownNames
 
 _RULES: dict[str, Rule] = {
     "path": (str | Path, "the folder of a checkpoint, such as weft.stages.DEMO"),
@@ -79,6 +80,7 @@ class Model:
     origin: Origin | None = attrs.field(default=None, kw_only=True)
     functions: StageFunctions = attrs.field(default=OWN, kw_only=True)
     transforms: tuple[Transform, ...] = attrs.field(default=(), kw_only=True)
+    _sown_names: dict[int, SownNames] = attrs.field(factory=dict, init=False, repr=False)  # by the number of stages
 
     @layout.default
     def _whole(self) -> StageLayout:
@@ -223,6 +225,7 @@ class Model:
         if layout.last and self.functions.beside:
             models = {name: (one.config, one.params, one.functions) for name, one in self.functions.beside.items()}
             own["beside"] = readers_beside(models)
+        own["sown_names"] = self._sown_names.setdefault(layout.num_stages, SownNames(layout.num_stages))
         stage = decoder_stage(self.config, layout, **options, **own)
         for transform in self.transforms:
             stage = transformed(stage, transform, layout)

@@ -16,6 +16,47 @@ from weft.outputs import IntermediateTensors, PerRequest, PerToken
 
 
 @attrs.define
+class SownNames:
+    """The names that the stages of a model have captured and carried so far, as far as they run in this process: a
+    stage's layers see only their own.
+
+    Args:
+        num_stages: of the model's split.
+        captured: for the index of each stage that ran, the names that it captured.
+        carried_in: the layer that carried each name.
+    """
+
+    num_stages: int
+    captured: dict[int, set[str]] = attrs.field(factory=dict)
+    carried_in: dict[str, int] = attrs.field(factory=dict)
+
+    def add(self, stage: int, sown: "Sown") -> None:
+        """Add the names of a stage that ran.
+
+        Raises:
+            ProgramError: another layer carries one of them; or all stages ran, and a declared name is missing.
+        """
+        self.captured.setdefault(stage, set()).update(sown.values)
+        for name, layer in sown.carried_in.items():
+            if (first := self.carried_in.setdefault(name, layer)) != layer:
+                raise _carried_twice(name, first, layer)
+        if len(self.captured) < self.num_stages:
+            return
+        found = {"captures": {*(name for own in self.captured.values() for name in own)}, "carries": self.carried_in}
+        for verb, option, declared in (("sow", "captures", sown.captures), ("carry", "carries", sown.carries)):
+            if missing := [name for name in declared if name not in found[option]]:
+                seen = f"no function that calls weft.stages.{verb}({missing[0]!r}, value)"
+                instead = f"leave it out, or {verb} it"
+                raise ProgramError(f"with_stages({option}={{{missing[0]!r}: ...}})", seen, instead)
+
+
+def _carried_twice(name: str, first: int, layer: int) -> ProgramError:
+    seen = f"the second call in a step: layer {first} carries it"
+    instead = "a name for each layer, in layers={index: change}"
+    return ProgramError(f"weft.stages.carry({name!r}, value) in layer {layer}", seen, instead)
+
+
+@attrs.define
 class Sown:
     """The values that functions of one's own capture and carry while a stage runs.
 
@@ -49,9 +90,7 @@ class Sown:
         """Carry a value."""
         checked = self._checked("carry", "carries", self.carries, name, value)
         if name in self.carried:
-            seen = f"the second call in a step: layer {self.carried_in[name]} carries it"
-            instead = "a name for each layer, in layers={index: change}"
-            raise ProgramError(f"weft.stages.carry({name!r}, value) in layer {self.layer}", seen, instead)
+            raise _carried_twice(name, self.carried_in[name], self.layer)
         self.carried[name], self.carried_in[name] = checked, self.layer
 
     def _checked(self, verb: str, option: str, declared: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
@@ -68,16 +107,9 @@ class Sown:
             raise ProgramError(call, seen, f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch")
         return value.to(example.dtype, copy=True)  # it may be written to later
 
-    def check_carried(self, alone: bool) -> None:
-        """Check what was carried once the layers have run.
-
-        Args:
-            alone: whether there are no other stages.
-
-        Raises:
-            ProgramError: a value was read in another layer than the one that carries it; or the only stage has not
-                carried all that it declares.
-        """
+    def check_carried(self) -> None:
+        """Raise ProgramError, once the layers have run, for a value that was read in another layer than the one that
+        carries it."""
         for name, layer in sorted(self.reads):
             if self.carried_in.get(name) != layer:
                 seen = "which this layer does not carry"
@@ -85,26 +117,13 @@ class Sown:
                     seen = f"which layer {self.carried_in[name]} carries"
                 instead = f"carry({name!r}, value) in the same layer: others compute the step's tokens at other times"
                 raise ProgramError(f"batch.carried[{name!r}] in layer {layer}", seen, instead)
-        if alone and (missing := [name for name in self.carries if name not in self.carried]):
-            seen = f"no function that calls weft.stages.carry({missing[0]!r}, value)"
-            raise ProgramError(f"with_stages(carries={{{missing[0]!r}: ...}})", seen, "leave it out, or carry it")
 
-    def after(self, x: IntermediateTensors | None, device: torch.device, alone: bool) -> dict[str, PerToken]:
-        """The captures of this stage and of those before it.
-
-        Args:
-            alone: whether there are no other stages.
-
-        Raises:
-            ProgramError: the only stage has not captured all that it declares.
-        """
+    def after(self, x: IntermediateTensors | None, device: torch.device) -> dict[str, PerToken]:
+        """The captures of this stage and of those before it; 0 where there is none yet."""
         found = {} if x is None else x.captured
         for name, example in self.captures.items():
             if name in self.values:
                 found = {**found, name: PerToken(self.values[name])}
-            elif alone:
-                seen = f"no function that calls weft.stages.sow({name!r}, value)"
-                raise ProgramError(f"with_stages(captures={{{name!r}: ...}})", seen, "leave it out, or sow it")
             elif name not in found:
                 shape = self.num_tokens, *example.shape
                 found = {**found, name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device))}

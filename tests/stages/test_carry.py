@@ -10,13 +10,15 @@ from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
 from weft.errors import ProgramError, RequestError
-from weft.stages import carry
+from weft.stages import carry, sow
 from weft.stages.decoder import decoder_stage
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.setup import make_state
+from weft.transforms.pipelines.transports.local import Local
+from weft.transforms.pipelines.transports.threads import Threads
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,20 @@ def carrying(make: Callable[[Tensor], Any], name: str = "a") -> Callable[[Any], 
         def run(*args: Any) -> Any:
             hidden, pages = layer(*args)
             carry(name, make(hidden))
+            return hidden, pages
+
+        return run
+
+    return change
+
+
+def sowing(name: str) -> Callable[[Any], Any]:
+    """The change of a layer that captures something."""
+
+    def change(layer: Any) -> Any:
+        def run(*args: Any) -> Any:
+            hidden, pages = layer(*args)
+            sow(name, hidden[:, :1])
             return hidden, pages
 
         return run
@@ -99,6 +115,37 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
         "a call from logits",
     ),
 ]
+
+
+SPLIT: list[tuple[dict[str, Any], str]] = [
+    (
+        {"layers": {0: GOOD, 4: GOOD}, "carries": {"a": ONE}},
+        r"carry\('a', value\) in layer 4[\s\S]*the second call in a step: layer 0 carries it",
+    ),
+    ({"layers": {1: GOOD}, "carries": {"a": ONE, "b": ONE}}, r"no function that calls weft.stages.carry\('b', value\)"),
+    (
+        {"layers": {5: sowing("a")}, "captures": {"a": ONE, "b": ONE}},
+        r"no function that calls weft.stages.sow\('b', value\)",
+    ),
+]
+
+
+@pytest.mark.parametrize("transport", [Local, Threads])
+@pytest.mark.parametrize("graph", ["none", "full"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("options", "text"), SPLIT)
+def test_several_stages_refuse_what_one_refuses(
+    model: Model, options: dict[str, Any], text: str, stages: int, graph: str, transport: Any
+) -> None:
+    own = model.with_stages(**options)
+    with pytest.raises(ProgramError, match=text):
+        generate(own, ["A list is"], max_tokens=2, pipeline=stages, graph=graph, transport=transport())
+
+
+def test_the_warm_up_of_a_pipeline_finds_what_nobody_captures(model: Model) -> None:
+    engine = Engine(model.with_stages(layers={5: sowing("a")}, captures={"a": ONE, "b": ONE}), pipeline=2)
+    with pytest.raises(ProgramError, match=r"no function that calls weft.stages.sow\('b', value\)"):
+        engine.warm_up()
 
 
 @pytest.mark.parametrize(("call", "text"), WRONG)
