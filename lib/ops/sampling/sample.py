@@ -27,7 +27,9 @@ def _choose(
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
     logprobs = widened(logits).log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
     # A subtraction, so that NaN stays NaN.
-    return token_ids, logprobs - torch.where(scaled.amax(-1) == -torch.inf, torch.inf, 0.0)
+    logprobs = logprobs - torch.where(scaled.amax(-1) == -torch.inf, torch.inf, 0.0)
+    # A softmax of -inf alone is NaN, although no logit is.
+    return token_ids, logprobs.masked_fill(logits.detach().amax(-1) == -torch.inf, -torch.inf)
 
 
 @operator(

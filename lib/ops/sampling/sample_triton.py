@@ -146,7 +146,8 @@ def _combine_kernel(
     token = tl.sum(tl.where(winner, tl.load(indices + splits), 0), 0)
     logit = tl.sum(tl.where(winner, tl.load(chosen + splits), 0.0), 0)
     tl.store(token_ids + row, token.to(tl.int64))
-    tl.store(logprobs + row, logit - top - tl.log(total))
+    # The sum is 0 where all logits are -inf, and NaN where one is.
+    tl.store(logprobs + row, tl.where(total == 0, float("-inf"), logit - top - tl.log(total)))
 
 
 def plan_splits(num_reqs: int, vocab: int) -> tuple[int, int]:

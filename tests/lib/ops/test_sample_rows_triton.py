@@ -110,7 +110,8 @@ def _count_cases() -> list[tuple[Tensor, ...]]:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> tuple[list[Any], list[Any], list[Tensor]]:
     """The results of the interpreted kernels for all cases; in a short run, for the first."""
-    cases = (*_cases(), _barred()) if runs_all else _cases()[:1]
+    special = _barred(), _without_numbers(math.nan), _without_numbers(-math.inf)
+    cases = (*_cases(), *special) if runs_all else _cases()[:1]
     draws = [(c.logits, tree_leaves(c.table), c.rows, c.positions, c.token_mask) for c in cases]
     given = (draws, _count_cases())
     made: tuple[list[Any], list[Any], list[Tensor]] = interpret(_INTERPRETED, given, tmp_path_factory.mktemp("rows"))
@@ -152,15 +153,29 @@ def test_where_no_token_is_left_there_is_no_logprob() -> None:
 
 @pytest.mark.slow
 def test_where_no_token_is_left_the_kernels_interpreted_give_no_logprob(interpreted: Any) -> None:
-    assert_only_what_is_allowed(_barred(), interpreted[0][-1])
+    assert_only_what_is_allowed(_barred(), interpreted[0][-3])
+
+
+def _without_numbers(value: float) -> Case:
+    """The logits are all -inf, or the one of a token that is barred is NaN."""
+    params = [SamplingParams(temperature=t, seed=1, bad_token_ids=bad) for t in (0.0, 1.0) for bad in ([], [0])]
+    case = make_case(params, random_logits(4, 9))
+    case.logits[:, : 9 if value < 0 else 1] = value
+    return case
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_logits_that_are_no_numbers_have_a_logprob_that_is_none(value: float) -> None:
-    """This holds even if the logit is barred; a request ends at such a step."""
-    case = make_case([SamplingParams(temperature=t, seed=1, bad_token_ids=[0]) for t in (0.0, 1.0)], torch.randn(2, 9))
-    case.logits[:, : 9 if value < 0 else 1] = value
-    assert case.drawn()[1].isnan().all()
+def test_logits_that_are_no_numbers_have_that_logprob(value: float) -> None:
+    """This holds even if the logit is barred; a request ends at such a step, and says which it was."""
+    assert str(_without_numbers(value).drawn()[1].tolist()) == str([value] * 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "value"), [(-2, math.nan), (-1, -math.inf)])
+def test_logits_that_are_no_numbers_have_that_logprob_by_the_kernels_interpreted(
+    place: int, value: float, interpreted: Any
+) -> None:
+    assert str(interpreted[0][place][1].tolist()) == str([value] * 4)
 
 
 def assert_same_processed(case: Case, found: Any) -> None:

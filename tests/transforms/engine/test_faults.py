@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.batch import EMBEDDED
-from weft.errors import LogitsError, RequestError
+from weft.errors import LogitsError, RequestError, WeftError
 from weft.proofs.laws.engine.completions import alone
 from weft.proofs.strategies.engine.engines import VOCABULARY, small_model
 from weft.sampling import SamplingParams
@@ -161,6 +161,22 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
     assert odd.error.seen.startswith("no token that can be drawn after 2 tokens")
     assert outputs["good"].track.token_ids == [5, 5, 5]
     assert engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "seen"),
+    [
+        (math.nan, LogitsError, "logits that are NaN after 2"),
+        (-math.inf, RequestError, "no token that can be drawn after 2"),
+    ],
+)
+def test_an_error_tells_nan_from_logits_that_bar_all_tokens(value: float, kind: type[WeftError], seen: str) -> None:
+    own = small_model().with_stages(logits=lambda logits, rows, extras: torch.full_like(logits, value))
+    engine = Engine(own, SMALL, graph="none")
+    engine.add([1, 2], GREEDY, max_tokens=3, id="odd")
+    error = ended(engine)["odd"].error
+    assert type(error) is kind
+    assert error.seen.startswith(seen)
 
 
 def test_a_prompt_with_embeddings_beside_one_whose_logprobs_are_told_breaks_no_step() -> None:
