@@ -103,6 +103,24 @@ class SplitGraph(Graph):
         return torch.stack(outputs).sum(0)
 
 
+@weft.pytree
+@attrs.frozen(eq=False)
+class Graphs:
+    """Graphs in one: their nodes and edges begin at `first_node` and `first_edge` [num_graphs + 1]."""
+
+    x: Tensor = attrs.field(metadata=weft.axes("num_nodes"))
+    source: Tensor = attrs.field(metadata=weft.axes("num_edges"))
+    target: Tensor = attrs.field(metadata=weft.axes("num_edges"))
+    first_node: Tensor = attrs.field(metadata=weft.axes("num_graphs+1", pad="last"))
+    first_edge: Tensor = attrs.field(metadata=weft.axes("num_graphs+1", pad="last"))
+
+    @classmethod
+    def of(cls, *graphs: Graph) -> "Graphs":
+        x, source, target = (torch.cat([getattr(own, name) for own in graphs]) for name in ("x", "source", "target"))
+        starts = (torch.tensor([0, *(len(getattr(own, name)) for own in graphs)]).cumsum(0) for name in ("x", "source"))
+        return cls(x, source, target, *starts)
+
+
 def neighbours(graph: Graph) -> Tensor:
     """For each node the sum over its neighbours."""
     return torch.zeros_like(graph.x).index_add(0, graph.target, graph.x[graph.source])

@@ -108,9 +108,14 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
         for start, end in pairwise(find_bounds(size, parts)):
             yield cut_sized(batch, {axis: (start, end)}, resized(descriptor, {axis: end - start}))
     elif starts is None:
-        seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
-        hint = f'an integer field with axes("{next(iter(sizes))}+1"), starts in the other axis; or ' * (len(sizes) == 2)
-        raise DescriptorError(call, seen, hint + _own_methods(batch))
+        seen, instead = f"axes {', '.join(sizes)}; a field of starts connects two", _own_methods(batch)
+        if len(sizes) == 2:
+            seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
+            named = " or ".join(f'axes("{axis}+1")' for axis in sizes)
+            instead += (
+                f"; or, where an entry of one has some of the other to itself, an integer field of starts, {named}"
+            )
+        raise DescriptorError(call, seen, instead)
     else:
         field, first, second = starts
         bounds, found = find_bounds(sizes[first], parts), read_starts(call, getattr(batch, field))

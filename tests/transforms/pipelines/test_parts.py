@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from own_batches import OWN_BATCHES, WHOLE_BATCHES, Corpus, Documents, Graph, Length, Signal, X, Y
+from own_batches import OWN_BATCHES, WHOLE_BATCHES, Corpus, Documents, Graph, Graphs, Length, Signal, X, Y
 from refusal import refused
 from torch import Tensor
 
@@ -237,7 +237,13 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
         (
             Graph.ring(3),
             "axes num_nodes, num_edges, and no field that says how they go together",
-            f'an integer field with axes("num_nodes+1"), starts in the other axis; or in class Graph {METHODS}',
+            f"in class Graph {METHODS}; or, where an entry of one has some of the other to itself, an integer field of "
+            'starts, axes("num_nodes+1") or axes("num_edges+1")',
+        ),
+        (
+            Graphs.of(Graph.ring(2), Graph.ring(3)),
+            "axes num_nodes, num_edges, num_graphs; a field of starts connects two",
+            f"in class Graphs {METHODS}",
         ),
         (
             attrs.evolve(Corpus.of(1, 2), starts=torch.tensor([0, 2, 1])),
