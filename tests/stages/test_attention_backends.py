@@ -78,10 +78,12 @@ def inside_too(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
     return (TORCH.attend if requests * longest == len(q) else planned)(q, kv_pages, *where)
 
 
-def test_modes_are_lowered_to_what_the_back_end_can(model: Model) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_modes_are_lowered_to_what_the_back_end_can(model: Model, stages: int) -> None:
     own = model.with_stages(attend=AttentionBackend("planned", planned, capability="piecewise"))
-    with pytest.warns(LoweredModeWarning, match="'full_and_piecewise' is lowered to 'piecewise'"):
-        engine = Engine(own)
+    with pytest.warns(LoweredModeWarning, match="'full_and_piecewise' is lowered to 'piecewise'") as told:
+        engine = Engine(own, pipeline=stages)
+    assert len(told) == 1
     engine.add(PROMPTS[0], max_tokens=4)
     list(engine)
     assert set(engine.stats().modes) == {"piecewise"}

@@ -27,6 +27,7 @@ from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.step import Work, engine_ladder
 from weft.transforms.engine.weights import Params, make_weights
 from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.ladder import mode_within
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 
@@ -85,6 +86,8 @@ class Engine:
         self.num_logprobs = num_logprobs
         if speculation is not None:
             speculation.check(call, model, 0 in self.transport.ranks(pipeline))
+        lens = (1,) if speculation is None else speculation.query_lens
+        graph = mode_within(call, graph, lens, model.functions.capability)  # once, with one warning
         named = dict(adapters or {})
         self._weights = make_weights(model, pipeline, self.transport, named, speculation)
 

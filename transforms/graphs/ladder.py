@@ -263,7 +263,7 @@ def make_ladder(
     """
     _check(mode, limits, sizes, capability)
     call = f"make_ladder({mode!r}, {limits}, capability={capability!r})"
-    mode = _mode_within(call, mode, limits, capability, strict)
+    mode = mode_within(call, mode, limits.query_lens, capability, strict)
     uniform = [] if mode == "none" else _uniform(limits, sizes)
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
     mixed = _ragged(limits, most, sizes) if mode == "full" else []
@@ -281,9 +281,14 @@ def _includes(capability: str, needed: str) -> bool:
     return CAPABILITIES.index(capability) >= CAPABILITIES.index(needed)
 
 
-def _mode_within(call: str, mode: str, limits: Limits, capability: str, strict: bool) -> str:
-    """The mode, or the next lower one in which attention of this capability can run."""
-    single = "uniform_single_token" if limits.query_lens == (1,) else "uniform"
+def mode_within(call: str, mode: str, query_lens: Sequence[int], capability: str, strict: bool = False) -> str:
+    """The mode, or the next lower one in which attention of this capability can run, with a `LoweredModeWarning`.
+
+    Args:
+        query_lens: of the uniform batches, as in `Limits`.
+        strict: raise DescriptorError in place of the warning.
+    """
+    single = "uniform_single_token" if tuple(query_lens) == (1,) else "uniform"
     needs = {
         "none": "none",
         "piecewise": "piecewise",
