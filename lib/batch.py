@@ -124,6 +124,7 @@ class Batch(Summarized):
         samples: Sequence[bool] | None = None,
         inputs_embeds: Tensor | None = None,
         positions: Tensor | None = None,
+        token_extras: Mapping[str, Tensor | PerToken] | None = None,
         num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
@@ -135,12 +136,13 @@ class Batch(Summarized):
             samples: whether each request is past its prompt after this step; by default all are.
             inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED (-2).
             positions: [3, num_tokens] int64, in a model with mRoPE: time, height, width; -1: in order.
+            token_extras: [num_tokens, ...] by name, the tokens' own inputs for stages that take some.
             num_active_loras: the number of different adapters of these requests.
             device: the device of the tensors.
 
         Raises:
-            DescriptorError: lengths differ, a request has no token, a row is listed twice, or embeddings or positions
-                do not fit the tokens.
+            DescriptorError: lengths differ, a request has no token, a row is listed twice, or embeddings, positions or
+                token extras do not fit the tokens.
         """
         call = "Batch.ragged(rows, token_ids)"
         rows, token_ids = _as_list(call, "rows", rows), _as_list(call, "token_ids", token_ids, of_numbers=False)
@@ -148,7 +150,8 @@ class Batch(Summarized):
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
         call = f"Batch.ragged(rows={rows}, token_ids=<{len(lengths)} of lengths {lengths}>)"
-        _check(call, rows, token_ids, flags, inputs_embeds, positions)
+        extras = _of_tokens(dict(token_extras or {}))
+        _check(call, rows, token_ids, flags, inputs_embeds, positions, extras)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
             to_device(torch.tensor(rows, dtype=torch.int64), device),
@@ -157,6 +160,7 @@ class Batch(Summarized):
             to_device(torch.tensor(flags, dtype=torch.bool), device),
             inputs_embeds=None if inputs_embeds is None else to_device(inputs_embeds, device),
             positions=None if positions is None else to_device(positions, device),
+            token_extras={name: PerToken(to_device(own.values, device)) for name, own in extras.items()},
         )
 
     @property
@@ -236,6 +240,7 @@ def _check(
     samples: Sequence[bool] = (),
     inputs_embeds: Tensor | None = None,
     positions: Tensor | None = None,
+    token_extras: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise DescriptorError unless the rows can be one batch, and the rest fits them; `token_ids` None: rows alone."""
     lengths = [1] * len(rows) if token_ids is None else [len(ids) for ids in token_ids]
@@ -256,9 +261,17 @@ def _check(
     elif positions is not None and (positions.shape != (3, count) or positions.dtype != torch.int64):
         seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
         instead = "rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
+    elif strange := [name for name, own in (token_extras or {}).items() if not _has_rows(own, count)]:
+        own = (token_extras or {})[strange[0]]
+        seen = f"token_extras[{strange[0]!r}] is {_described(own.values if isinstance(own, PerToken) else own)}"
+        instead = f"a value for each of the {count} tokens, [num_tokens, ...]"
     else:
         return
     raise DescriptorError(call, seen, instead)
+
+
+def _has_rows(own: Any, count: int) -> bool:
+    return isinstance(own, PerToken) and own.values.dim() > 0 and len(own.values) == count
 
 
 @pytree

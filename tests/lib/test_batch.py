@@ -155,6 +155,27 @@ def test_values_of_requests_become_those_of_their_tokens() -> None:
     assert batch.scan_tokens(torch.add, PerRequest(values), SUMS).tolist() == [6, 9, 12]
 
 
+def test_ragged_takes_inputs_of_tokens() -> None:
+    given = {"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))}
+    batch = Batch.ragged([0, 4], [[1], [2, 3]], token_extras=given)
+    assert torch.equal(batch.token_extras["patch"].values, torch.ones(3, 2))
+    assert torch.equal(batch.token_extras["other"].values, torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        (torch.ones(2, 3), r"token_extras\['patch'\] is \[2, 3\], torch.float32"),
+        (PerToken(torch.ones(4)), r"token_extras\['patch'\] is \[4\]"),
+        (torch.ones(()), r"token_extras\['patch'\] is \[\]"),
+        ([1.0, 2.0, 3.0], r"token_extras\['patch'\] is a list"),
+    ],
+)
+def test_ragged_refuses_inputs_of_other_tokens(value: Any, seen: str) -> None:
+    with pytest.raises(DescriptorError, match=rf"{seen}.*\n.*for each of the 3 tokens, \[num_tokens, ...\]"):
+        Batch.ragged([0, 4], [[1], [2, 3]], token_extras={"patch": value})
+
+
 def test_inputs_of_tokens_are_given_as_tensors() -> None:
     batch = Batch.ragged(rows=[0], token_ids=[[1, 2, 3]])
     given = attrs.evolve(batch, token_extras={"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))})

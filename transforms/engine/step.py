@@ -174,11 +174,10 @@ class Work:
             samples=self.samples,
             inputs_embeds=batch_embeds(given, self.starts, ids, device) if given else None,
             positions=batch_positions(given, self.starts, ids, device) if given else None,
+            token_extras=batch_token_extras(self.given, self.starts, ids, device) if self.given else None,
             num_active_loras=loras,
             device=device,
         )
-        if self.given and (own := batch_token_extras(self.given, self.starts, ids, device)):
-            batch = attrs.evolve(batch, token_extras=own)
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
             batch = attrs.evolve(batch, targets=to_device(targets, device))
