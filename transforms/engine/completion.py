@@ -152,11 +152,15 @@ class CompletionState:
         self._captured[kept:] = [(owned, 0, sum(stop - first for _, first, stop in lent))]
         self._num_lent = 0
 
-    def captured(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """The captures of those of the tokens `start:stop` that were read, which are all but the last: [n, ...] by
-        name."""
+    @property
+    def captured(self) -> dict[str, Tensor]:
+        """The captures of the tokens that were read, which are all but the last: [n, ...] by name."""
+        return self.captured_of(0, self.num_captured)
+
+    def captured_of(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The captures of those of the tokens `start:stop` that were read: [n, ...] by name."""
         most = min(self.num_captured, len(self.request.prompt) + len(self.token_ids) - 1)
-        stop = most if stop is None else min(stop, most)
+        stop = min(stop, most)
         parts, place = list[tuple[Mapping[str, Tensor], int, int]](), 0
         for own, first, last in self._captured:
             begin, end = max(start - place, 0), min(stop - place, last - first)

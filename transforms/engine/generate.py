@@ -253,7 +253,7 @@ def _completion(output: RequestOutput) -> Completion:
         state.prompt_top_logprobs if with_prompt else None,
         output.error,
         state.text_offsets if state.tokenizer is not None else None,
-        state.captured(),
+        state.captured,
     )
 
 

@@ -50,7 +50,7 @@ class RequestOutput:
     def captured(self) -> dict[str, Tensor]:
         """The captures of the tokens that were read since the last output, those of the prompt
         first: [n, ...] by name (`weft.stages.sow`). The last token of a completion is not read."""
-        return self.track.captured(*self.captured_range)
+        return self.track.captured_of(*self.captured_range)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -68,7 +68,7 @@ def _compare(name: str, call: Call, track: CompletionState, alone: CompletionSta
     tokens, expected = track.token_ids, alone.token_ids
     if tokens != (expected if whole else expected[: len(tokens)]):
         raise LawViolation(f"{_LAW}: {name} is {tokens}, and alone {expected}")
-    seen, wanted = track.captured(), alone.captured()
+    seen, wanted = track.captured, alone.captured
     if whole and seen.keys() != wanted.keys():
         raise LawViolation(f"{_LAW}: {name} captures {sorted(seen)}, and alone {sorted(wanted)}")
     for key, values in seen.items():

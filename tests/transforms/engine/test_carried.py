@@ -246,7 +246,7 @@ def test_recomputed_tokens_are_captured_and_share_their_pages(model: Model, cell
     found = engine.stats().prefix_tokens
     assert found >= len(model.encode(SHARED)) - 4
     assert first.track.token_ids == second.track.token_ids
-    captured = [output.track.captured()["hidden"] for output in (first, second)]
+    captured = [output.track.captured["hidden"] for output in (first, second)]
     assert len(captured[1]) == len(model.encode(SHARED)) + 8 - 1
     torch.testing.assert_close(*captured, atol=1e-5, rtol=1e-5)
 
@@ -259,7 +259,7 @@ def test_recomputed_tokens_are_captured_and_share_their_pages(model: Model, cell
     (state,) = engine._executor.state
     untouched = (state.kv_pages == marked).flatten(3).all(-1).all(1).all(0)
     assert int(untouched[:100].sum()) >= 100 - 3
-    assert not torch.equal(third.track.captured()["hidden"], captured[1])
+    assert not torch.equal(third.track.captured["hidden"], captured[1])
     assert state.kv_pages.shape[2] == 100 + 1
 
 

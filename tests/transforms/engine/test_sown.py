@@ -101,7 +101,7 @@ def test_outputs_have_each_value_once(
         state = last[name].track
         ids = [*watched.encode(prompt), *state.token_ids]
         assert len(torch.cat(parts[name])) == len(ids) - 1
-        assert torch.equal(torch.cat(parts[name]), state.captured()["layer 2"])
+        assert torch.equal(torch.cat(parts[name]), state.captured["layer 2"])
         with torch.no_grad():
             states = reference(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
         torch.testing.assert_close(torch.cat(parts[name]), states[3][0], atol=1e-4, rtol=1e-4)
