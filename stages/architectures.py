@@ -352,12 +352,16 @@ def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple
     if kinds is not None:
         names = ("full_attention", "sliding_attention") if on else ("full_attention",)
         listed = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in names for kind in kinds)
-        instead = f"weft supports {' or '.join(map(repr, names))} in each of the {num_layers} layers"
+        instead = f"weft supports {' or '.join(map(repr, names))} in each of the {num_layers} layers, or no layer_types"
+        if known.windows and not on:
+            switch = "use_sliding_window=true" if known.window_switch else "a sliding_window"
+            instead += f"; 'sliding_attention' beside {switch}"
         fields.check(listed, "layer_types", instead)
     slides = [on and i >= first for i in range(num_layers)]
     if kinds is not None:
         wanted = [kind == "sliding_attention" for kind in kinds]
-        every = f"in a {known.model_type} all layers are of one kind, which layer_types does not change"
+        every = f"in a {known.model_type} all layers slide: "
+        every += f"'sliding_attention' in each of the {num_layers}, or no layer_types"
         fields.check(known.windows != "all" or wanted == slides, "layer_types", every)
         slides = wanted
     if not any(slides):

@@ -7,9 +7,10 @@ import torch
 from weft.arguments.checks import Rule, check_values, is_int
 from weft.errors import DeviceError, ProgramError
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
+from weft.ops.register import FLOATS
 from weft.stages.config import ModelConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {f"{dtype}".removeprefix("torch."): dtype for dtype in FLOATS}
 """The dtypes that a decoder runs in."""
 
 _RULES: dict[str, Rule] = {

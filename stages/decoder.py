@@ -131,13 +131,13 @@ def decoder_stage(
             given = params, state.kv_pages, own_batch, tables, hidden
             hidden, pages = run_layers(config, *given, functions, layout.start)
         sown.check_carried()
-        names.add(layout.index, sown)
         captured = sown.after(x, hidden.device)
         if pages is not state.kv_pages:
             state = attrs.evolve(state, kv_pages=pages)
         if functions.carries:
             state = _carried(name, state, resolved, sown)
         if not layout.last:
+            names.add(layout.index, sown)
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
         where, others = read_at(batch, num_drafts) if num_drafts else None, dict[str, LogitsAt]()
         if beside is not None:
@@ -145,6 +145,7 @@ def decoder_stage(
             state, others = beside(state, attrs.evolve(resolved, input_ids=known))
         result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others
         out = finish(config, params, state.sampling, batch, *result)
+        names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
         out = attrs.evolve(out, captured=captured) if captured else out
         return state, out if where is None else verify(state, batch, where, out)
 

@@ -24,7 +24,7 @@ from weft.stages.attention.rope import inverse_frequencies, rope_tables
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import embed, run_layers
 from weft.stages.functions import OWN, Beside, LogitsAt, StageFunctions
-from weft.stages.head import changed_logits, head
+from weft.stages.head import Extras, changed_logits, extras_of, head
 from weft.stages.params import DecoderParams
 from weft.state import State, resolve
 
@@ -129,7 +129,7 @@ def model_drafter(num_drafts: int, config: ModelConfig, functions: StageFunction
             hidden, resolved = read(params, at, single)
             logits = head(config, params, hidden)
             if functions.logits is not None:
-                logits = changed_logits(functions.logits, logits, resolved)
+                logits = changed_logits(functions.logits, logits, resolved.rows, Extras(extras_of(resolved)))
             drawn, logprob = sample(logits, temperature, seeds, resolved.positions)
             drafts.append(drawn)
             logprobs.append(logprob)

@@ -40,7 +40,7 @@ LogitsAt = Callable[[Tensor | slice], Tensor]
 """The logits [n, vocab_size] of a model that reads beside another one, of some tokens of the batch."""
 Beside = Callable[[State, ResolvedBatch], tuple[State, dict[str, LogitsAt]]]
 """Models that read the same tokens: `(state, batch) -> (state, logits by name)`."""
-ChangeLogits = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
+ChangeLogits = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 """`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its request's extras."""
 
 
@@ -78,7 +78,8 @@ class StageFunctions:
         norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the norms inside layers.
         logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size],
             `rows` [n] int64, the row of the state that each belongs to, and [n, ...] by name the extras of its request,
-            the captures of its token, and the logits of the models beside. Logprobs are those of its result.
+            the captures of its token, and the logits of the models beside. Those that it does not read are not
+            computed. Logprobs are those of its result.
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values as `batch.per_token(batch.extras[name])` [num_tokens, ...].

@@ -9,7 +9,8 @@ communication and drafter-invariant speculative decoding", arXiv 2408.07978). A 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -64,9 +65,9 @@ def finish(
     index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
     logits = head(config, params, hidden[index])
     if change is not None:
-        requests = torch.arange(len(batch.rows), device=rows.device)
-        of = None if where is None else _of_tokens(requests, where)[1]
-        logits = changed_logits(change, logits, resolved, of, _at(captured, beside, index))
+        count = 1 if where is None else where.shape[1]
+        reads = extras_of(resolved, lambda x: x if count == 1 else x.repeat_interleave(count, 0))
+        logits = changed_logits(change, logits, rows, Extras({**reads, **_at(captured, beside, index)}))
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
@@ -82,28 +83,43 @@ def finish(
     return Output(*sampled, *prompt)
 
 
-def changed_logits(
-    change: ChangeLogits,
-    logits: Tensor,
-    batch: ResolvedBatch,
-    requests: Tensor | None = None,
-    captured: Mapping[str, Tensor] = NO_CAPTURES,
-) -> Tensor:
+Read = Callable[[], Tensor]
+
+
+class Extras(Mapping[str, Tensor]):
+    """The inputs by name of a function on logits, each [n, ...]. One that the function does not read is not computed.
+
+    Args:
+        reads: for each name, a function that computes its value.
+    """
+
+    def __init__(self, reads: Mapping[str, Read]) -> None:
+        self._reads, self._values = reads, dict[str, Tensor]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._values:
+            self._values[name] = self._reads[name]()
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reads)
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+
+def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: Extras) -> Tensor:
     """The logits as a function of one's own changes them.
 
     Args:
         logits: [n, vocab_size].
-        requests: [n] int64, the place in the batch of the request that each belongs to; None: one of each, in order.
-        captured: [n, ...] by name, the values that the layers captured of the tokens that the logits follow, and the
-            logits that other models give them.
+        rows: [n] int64, the row of the state that each belongs to.
+        extras: [n, ...] by name, those of its request, the values that the layers captured of its token, and the
+            logits that other models give it.
 
     Raises:
         ProgramError: the function returns something else than logits of that shape.
     """
-    rows, extras = batch.rows, {name: own.values for name, own in batch.extras.items()}
-    if requests is not None:
-        rows, extras = rows[requests], {name: own[requests] for name, own in extras.items()}
-    extras = {**extras, **captured} if captured else extras
     with blamed_on("logits", extras), sowing_nothing("logits"):
         found: Any = change(logits, rows, extras)
     if isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point():
@@ -111,6 +127,11 @@ def changed_logits(
     seen = f"{list(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else kind_of(found)
     instead = f"logits of all tokens, {list(logits.shape)}, as the given ones"
     raise ProgramError("logits of with_stages(logits=...)", f"it returned {seen}", instead)
+
+
+def extras_of(batch: ResolvedBatch, spread: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Read]:
+    """By name, the extras of a batch's requests, spread over the logits."""
+    return {name: functools.partial(spread, own.values) for name, own in batch.extras.items()}
 
 
 def _changed_prompt(
@@ -122,15 +143,16 @@ def _changed_prompt(
     start: int,
 ) -> Tensor:
     """The changed logits of the batch's tokens from `start` on."""
-    owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
-    part = slice(start, start + len(logits))
-    return changed_logits(change, logits, batch, owners[part], _at(captured, beside, part))
+    owners = find_owners(batch.query_start_loc, len(batch.input_ids))[0][start : start + len(logits)]
+    reads = extras_of(batch, operator.itemgetter(owners))
+    reads |= _at(captured, beside, slice(start, start + len(logits)))
+    return changed_logits(change, logits, batch.rows[owners], Extras(reads))
 
 
-def _at(captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice) -> dict[str, Tensor]:
+def _at(captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice) -> dict[str, Read]:
     """By name, the captures of some tokens, and the logits that other models give them."""
-    found = {name: own.values[tokens] for name, own in captured.items()}
-    return {**found, **{name: logits_at(tokens) for name, logits_at in beside.items()}}
+    found = {name: functools.partial(operator.getitem, own.values, tokens) for name, own in captured.items()}
+    return {**found, **{name: functools.partial(logits_at, tokens) for name, logits_at in beside.items()}}
 
 
 def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Function = Callable[..., Any]
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of a model's weights, hidden states and KV cache that the operators compute with."""
+
 
 class Operator(Protocol[P, R]):
     """An operator, called as the function that was decorated.
@@ -173,7 +176,8 @@ def without_derivative(name: str, why: str, reference: Function) -> Function:
 
     def functional(*args: Any) -> Any:
         if any(isinstance(x, Tensor) and is_differentiated(x) for x in args):
-            instead = "a model in float32, bfloat16 or float16; or torch.no_grad(), and detach(), where none is needed"
+            *some, last = (f"{dtype}".removeprefix("torch.") for dtype in FLOATS)
+            instead = f"a model in {', '.join(some)} or {last}; or torch.no_grad(), and detach(), where none is needed"
             raise DerivativeError(f"the derivative of {name}(…)", why, instead)
         return reference(*args)
 

@@ -1,6 +1,7 @@
 """Attention of one's own, and logits that read captures: what transformers computes, in every way to run."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_a_logit_lens_is_that_of_transformers(model: Model) -> None:
 def test_logits_read_what_a_layer_captured_of_their_token(model: Model) -> None:
     """Contrast with an early layer (DoLa, Chuang et al. 2023): drafts and padding included, from another stage."""
 
-    def contrast(logits: Tensor, rows: Tensor, extras: dict[str, Tensor]) -> Tensor:
+    def contrast(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
         return logits - 0.5 * model.logits(extras["hidden"])
 
     captures = {"hidden": torch.zeros(model.config.hidden_size)}

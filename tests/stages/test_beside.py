@@ -1,5 +1,6 @@
 """Models that read beside another one: contrastive decoding as transformers computes it, in every way to run."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,19 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.batch import Batch
 from weft.errors import ProgramError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model, load
+from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.graphs.ladder import MODES
+from weft.transforms.engine.setup import make_runner, make_state
+from weft.transforms.graphs.ladder import MODES, Limits
 from weft.trees import tree_map
 
 PROMPTS = ["The function returns a list of", "The function returns a tuple of", "In Python, "]
@@ -26,7 +31,7 @@ WAYS: list[dict[str, Any]] = [
 LAYERS = 2
 
 
-def contrast(logits: Tensor, rows: Tensor, extras: dict[str, Tensor]) -> Tensor:
+def contrast(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
     return 1.5 * logits - extras["amateur"]
 
 
@@ -50,6 +55,61 @@ def theirs() -> tuple[Any, Any]:
     whole, first = (transformers.AutoModelForCausalLM.from_pretrained(Path(DEMO), dtype=torch.float32) for _ in "12")
     first.model.layers = first.model.layers[:LAYERS]
     return whole, first
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(f"{func}")
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(expert: Model, amateur: Model, logits: Callable[..., Tensor]) -> list[str]:
+    """The operators of a step that captures, and has extras and a model beside."""
+    options: dict[str, Any] = {"beside": {"amateur": amateur}, "logits": logits}
+    zero = torch.zeros(expert.config.hidden_size)
+    own = expert.with_stages(layers={1: watched}, captures={"early": zero}, extras={"vector": zero}, **options)
+    runner = make_runner(own, Limits(2, 16), mode="none")
+    state = make_state(own, runner.layouts, [8, 8])
+    with Operators() as seen, torch.no_grad():
+        runner.step(runner.params, state, Batch.ragged([0, 1], [[5, 6], [7]]))
+    return seen.names
+
+
+def watched(layer: Any) -> Any:
+    def run(*args: Any) -> Any:
+        hidden, pages = layer(*args)
+        sow("early", hidden)
+        return hidden, pages
+
+    return run
+
+
+def reading(*names: str) -> Callable[..., Tensor]:
+    """A function on logits that reads some of its extras, and changes nothing."""
+
+    def change(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+        assert {*extras} == {"vector", "early", "amateur"}
+        for name in names:
+            assert len(extras[name]) == len(logits)
+        return logits
+
+    return change
+
+
+def test_what_logits_do_not_read_is_not_computed(expert: Model, amateur: Model) -> None:
+    """What they read is computed once: a capture by one operator, the logits of the model beside by several."""
+    none, early, other, twice = (
+        len(operators_of(expert, amateur, reading(*names)))
+        for names in ((), ("early",), ("amateur",), ("amateur", "amateur"))
+    )
+    assert none == early - 1
+    assert early < other == twice
 
 
 def contrasted(theirs: tuple[Any, Any], ids: list[int]) -> Tensor:

@@ -154,17 +154,18 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
         (
             {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
             "config.json has layer_types=['full_attention', 'sliding_attention']",
-            "weft supports 'full_attention' in each of the 2 layers",
+            "weft supports 'full_attention' in each of the 2 layers, or no layer_types; 'sliding_attention' beside "
+            "use_sliding_window=true",
         ),
         (
             {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], **SLIDING},
             "config.json has layer_types=['full_attention', 'linear_attention']",
-            "weft supports 'full_attention' or 'sliding_attention' in each of the 2 layers",
+            "weft supports 'full_attention' or 'sliding_attention' in each of the 2 layers, or no layer_types",
         ),
         (
             {**QWEN3_MOE, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, **SLIDING},
             "config.json has layer_types=['full_attention', 'full_attention']",
-            "in a qwen3_moe all layers are of one kind, which layer_types does not change",
+            "in a qwen3_moe all layers slide: 'sliding_attention' in each of the 2, or no layer_types",
         ),
         (
             {**QWEN2, **SLIDING, "sliding_window": 0},
@@ -179,7 +180,8 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
         (
             {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention"]},
             "config.json has layer_types=['full_attention']",
-            "weft supports 'full_attention' in each of the 2 layers",
+            "weft supports 'full_attention' in each of the 2 layers, or no layer_types; 'sliding_attention' beside "
+            "use_sliding_window=true",
         ),
         (  # the right list for so many layers would fill the memory
             {**QWEN2, "num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]},

@@ -1,6 +1,6 @@
 """Stages of one's own in an engine: what transformers computes with hooks, and errors that name what is wrong."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,7 @@ def sowing(model: Model) -> Model:
     return model.with_stages(logits=sowing_logits, captures={"a": torch.zeros(())})
 
 
-def sowing_logits(logits: Tensor, rows: Tensor, extras: dict[str, Tensor]) -> Tensor:
+def sowing_logits(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
     sow("a", logits[:, 0])
     return logits
 

@@ -62,7 +62,7 @@ class OwnStages:
             own = batch.per_token(batch.extras[name]) if given is None else values[name]
             return own[..., None] if name == "strength" else own
 
-        def biased(logits: Tensor, rows: Tensor, extras: dict[str, Tensor]) -> Tensor:
+        def biased(logits: Tensor, rows: Tensor, extras: Extras) -> Tensor:
             return logits + (extras["bias"] if given is None else values["bias"])
 
         def stronger(config: Any, layer: Any, batch: Any, x: Any) -> Tensor:
