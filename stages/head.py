@@ -151,7 +151,7 @@ def _changed_prompt(
 
 def _at(captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice) -> dict[str, Read]:
     """By name, the captures of some tokens, and the logits that other models give them."""
-    found = {name: functools.partial(operator.getitem, own.values, tokens) for name, own in captured.items()}
+    found = {name: functools.partial(Tensor.__getitem__, own.values, tokens) for name, own in captured.items()}
     return {**found, **{name: functools.partial(logits_at, tokens) for name, logits_at in beside.items()}}
 
 

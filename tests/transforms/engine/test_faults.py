@@ -200,7 +200,7 @@ class Undecodable:
     def get_added_tokens_decoder(self) -> dict[int, Any]:
         return {}
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:  # noqa: ARG002
+    def decode(self, token_ids: list[int], **_options: bool) -> str:
         if self.token in token_ids:
             raise self.error
         return "".join(chr(97 + token) for token in token_ids)

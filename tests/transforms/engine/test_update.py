@@ -191,7 +191,7 @@ def test_a_change_that_other_ranks_do_not_know_is_refused_until_it_is_said() -> 
 
 def test_a_mask_that_changes_parameters_amid_a_step_ends_its_request() -> None:
     engine = Engine(own_copy(small_model()), LIMITS, graph="none")
-    engine.add([1], max_tokens=2, mask=lambda said: engine.update())  # type: ignore[arg-type, func-returns-value]
+    engine.add([1], max_tokens=2, mask=lambda said: engine.update())
     [output] = list(engine)
     assert output.error is not None
     assert "a call from within a step" in output.error.seen

@@ -90,7 +90,7 @@ def test_a_refused_backward_leaves_no_gradient() -> None:
 
     def train(x: Tensor) -> Tensor:
         loss: Tensor = linear(x).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     with pytest.raises(CaptureError):

@@ -190,7 +190,11 @@ def test_transforms_of_torch_func() -> None:
     assert [[int(x[i]) for x in rows] for i in range(3)] == [python_loop(int(n), 20) for n in numbers]
     in_graph = graphify(lambda x: torch.func.vmap(lambda number: count_steps(number, 20))(x))(numbers)
     assert [x.tolist() for x in in_graph] == [x.tolist() for x in rows]
-    power: Callable[[Tensor], Tensor] = lambda x: while_loop(lambda y: y < 100, lambda y: y * x, x)  # noqa: E731
+
+    def power(x: Tensor) -> Tensor:
+        made: Tensor = while_loop(lambda y: y < 100, lambda y: y * x, x)
+        return made
+
     assert torch.func.grad(power)(torch.tensor(3.0)).item() == 5 * 3.0**4
     assert torch.func.grad(graphify(power))(torch.tensor(3.0)).item() == 5 * 3.0**4
     x = torch.tensor(3.0, requires_grad=True)

@@ -133,7 +133,10 @@ def test_results_survive_the_function(x: Tensor) -> None:
 
 def test_empty_results(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_empty_storage, test_empty_cpu_tensor"""
-    empty = lambda x: (x + x, torch.zeros(0, device=x.device), (x * 2)[0:0], torch.tensor([], device=x.device))  # noqa: E731
+
+    def empty(x: Tensor) -> tuple[Tensor, ...]:
+        return x + x, torch.zeros(0, device=x.device), (x * 2)[0:0], torch.tensor([], device=x.device)
+
     g = graphify(empty)
     for _ in range(3):
         seen, wanted = g(x), empty(x)
@@ -144,7 +147,10 @@ def test_empty_results(x: Tensor) -> None:
 
 def test_a_sparse_result(device: str) -> None:
     """torch: CudaGraphTreeTests.test_sparsity"""
-    f = lambda i, v: torch.sparse_coo_tensor(i, v, (10, 4), is_coalesced=False, check_invariants=False)  # noqa: E731
+
+    def f(i: Tensor, v: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(i, v, (10, 4), is_coalesced=False, check_invariants=False)
+
     g = graphify(f)
     for i in range(3):
         index, values = torch.full((1, 3), i, device=device), torch.rand(3, 4, device=device)
@@ -174,7 +180,10 @@ def test_a_seed_repeats_the_sequence(backend: str, device: str) -> None:
 
 def test_gradients_with_dropout(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_forward_backward, test_single_stream_use; differs: the function runs inline"""
-    f = lambda x: torch.sin(x * 2) * nn.functional.dropout(x, p=0.4)  # noqa: E731
+
+    def f(x: Tensor) -> Tensor:
+        return torch.sin(x * 2) * nn.functional.dropout(x, p=0.4)
+
     leaf, gradients = x.clone().requires_grad_(), []
     for fn in (graphify(f), f):
         torch.manual_seed(3)

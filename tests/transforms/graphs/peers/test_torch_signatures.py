@@ -233,7 +233,10 @@ def test_a_write_to_a_donated_input(x: Tensor) -> None:
 
 def test_an_out_argument_is_refused_unless_donated(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_mutation_reinplaced; refused: torch skips the graph"""
-    f = lambda a, b, out: torch.logical_xor(a, b, out=out)  # noqa: E731
+
+    def f(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        return torch.logical_xor(a, b, out=out)
+
     with pytest.raises(CaptureError, match="writes to out"):
         graphify(f)(x, x * 0, torch.zeros_like(x))
     assert graphify(f, donate_argnames="out")(x, x * 0, torch.zeros_like(x)).eq(1).all()

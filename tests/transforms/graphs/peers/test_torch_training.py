@@ -110,8 +110,10 @@ def test_a_seed_inside_is_refused(device: str) -> None:
 
 
 def gradient_of_checkpoint(x: Tensor, preserve: bool) -> Tensor:
+    def noisy(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(torch.randn(1, device=x.device))
+
     leaf = x.detach().requires_grad_()
-    noisy = lambda x: x * torch.sigmoid(torch.randn(1, device=x.device))  # noqa: E731
     y = torch.utils.checkpoint.checkpoint(noisy, leaf, use_reentrant=False, preserve_rng_state=preserve)
     return torch.autograd.grad(y.sum(), leaf)[0]
 
