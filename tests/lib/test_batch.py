@@ -155,6 +155,14 @@ def test_values_of_requests_become_those_of_their_tokens() -> None:
     assert batch.scan_tokens(torch.add, PerRequest(values), SUMS).tolist() == [6, 9, 12]
 
 
+def test_values_of_requests_are_a_tree_for_transforms() -> None:
+    batch, values = resolved(), torch.tensor([[5.0, 7.0], [1.0, 2.0]])
+    found = torch.func.vmap(batch.per_token)(PerRequest(values))
+    assert found.tolist() == [[5, 7, 7], [1, 2, 2]]
+    gradient = torch.func.grad(lambda own: batch.per_token(own).sum())(PerRequest(values[0]))
+    assert gradient.values.tolist() == [1, 2]
+
+
 def test_ragged_takes_inputs_of_tokens() -> None:
     given = {"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))}
     batch = Batch.ragged([0, 4], [[1], [2, 3]], token_extras=given)
