@@ -27,7 +27,7 @@ class SownNames:
     """
 
     num_stages: int
-    captured: dict[int, set[str]] = attrs.field(factory=dict)
+    captured: dict[int, frozenset[str]] = attrs.field(factory=dict)
     carried_in: dict[str, int] = attrs.field(factory=dict)
 
     def add(self, stage: int, sown: "Sown") -> None:
@@ -36,13 +36,13 @@ class SownNames:
         Raises:
             ProgramError: another layer carries one of them; or all stages ran, and a declared name is missing.
         """
-        self.captured.setdefault(stage, set()).update(sown.values)
+        self.captured[stage] = self.captured.get(stage, frozenset()) | sown.values.keys()
         for name, layer in sown.carried_in.items():
             if (first := self.carried_in.setdefault(name, layer)) != layer:
                 raise _carried_twice(name, first, layer)
         if len(self.captured) < self.num_stages:
             return
-        found = {"captures": {*(name for own in self.captured.values() for name in own)}, "carries": self.carried_in}
+        found = {"captures": frozenset().union(*self.captured.values()), "carries": self.carried_in}
         for verb, option, declared in (("sow", "captures", sown.captures), ("carry", "carries", sown.carries)):
             if missing := [name for name in declared if name not in found[option]]:
                 seen = f"no function that calls weft.stages.{verb}({missing[0]!r}, value)"
