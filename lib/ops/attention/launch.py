@@ -10,6 +10,10 @@ from weft.ops.tiles import power_of_two
 _PROGRAMS_PER_PROCESSOR = 2
 _MAX_SPLITS = 64
 
+# The most rows of a program, with heads of 128 in 16 bits, and its keys of a tile, warps and tiles in flight.
+_PROMPT_ROWS = 128
+_PROMPT_TILE = 64, 4, 2
+
 
 @attrs.frozen
 class Launch:
@@ -53,14 +57,14 @@ def plan_launch(
     """The launch for these shapes; `max_context` is the capacity of a block table's row, in tokens."""
     dims = max(16, power_of_two(head_dim))
     # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB of shared memory.
-    most_rows = max(16, min(64, 8192 // dims))
+    most_rows = max(16, min(_PROMPT_ROWS, _PROMPT_ROWS * 256 // (dims * itemsize)))
     rows = min(max(16, power_of_two(max_query_len * group)), most_rows)
     rows = max(rows, power_of_two(group))
     queries = rows // group
     one_block = max_query_len <= queries
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
-    keys, warps, stages = _tile(num_reqs * kv_heads // processors if one_block and rows == 16 else None)
+    keys, warps, stages = _tile(rows, num_reqs * kv_heads // processors if one_block else 0)
     keys = max(16, min(keys, 16384 // (dims * itemsize)))
     splits = _splits(num_reqs * kv_heads, -(-max_context // keys), processors) if one_block else 1
     # The tiles in flight fit in shared memory; only a very wide head has a larger tile.
@@ -68,13 +72,16 @@ def plan_launch(
     return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages)
 
 
-def _tile(waves: int | None) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and tiles in flight, for a decode with this many programs a multiprocessor.
+def _tile(rows: int, waves: int) -> tuple[int, int, int]:
+    """Keys of a tile, warps of a program and tiles in flight, for programs of so many rows, and in a decode so many of
+    them a multiprocessor.
 
     Many small programs hide each other's waits; few programs must hide their own. Measured on an H200 with heads of 128
-    in bfloat16 and contexts of 256 and 512.
+    in bfloat16, and contexts of 256 and 512 in decodes.
     """
-    if waves is None or waves < 1:
+    if rows > 64:
+        return _PROMPT_TILE
+    if rows > 16 or waves < 1:
         return 64, 4, 3
     return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)
 

@@ -131,15 +131,65 @@ def attend_kernel(
         head = tl.program_id(1) * GROUP
         programs = tl.num_programs(0)
         zero_tokens(shares, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # a request's last block, the longest, begins first
     if not ONE_BLOCK:
-        request = _owner(tl.program_id(0), query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
+        request = _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
     if request >= num_reqs:
         return
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
-    block = 0 if ONE_BLOCK else tl.program_id(0) - start // QUERIES - request
+    block = 0 if ONE_BLOCK else index - start // QUERIES - request
 
+    own = request, start, query_len, seq_len
+    FEW: tl.constexpr = 0 if ONE_BLOCK else 16 // GROUP
+    if FEW and query_len <= FEW:  # a decode among prompts
+        _attend_block(
+            q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
+            stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, SPLITS, WINDOW,
+            ONE_BLOCK, QUANTIZE,
+        )  # fmt: skip
+    else:
+        _attend_block(
+            q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
+            stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SPLITS, WINDOW,
+            ONE_BLOCK, QUANTIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_block(
+    q,
+    kv_pages,
+    slot_mapping,
+    block_table,
+    shares,
+    maxima,
+    sums,
+    scales,
+    own,
+    block,
+    values,
+    stride_q,
+    stride_table,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """`attend_kernel` for a block of a request's queries; `own` is the request, its first token, its numbers of tokens
+    and of positions."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    request, start, query_len, seq_len = own
     row = tl.arange(0, ROWS)
     query = block * QUERIES + row // GROUP
     token = (start + query).to(tl.int64)
@@ -159,9 +209,28 @@ def attend_kernel(
     mask = live[:, None] & (dim < DIM)[None, :]
     queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
     table = block_table + request.to(tl.int64) * stride_table
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    if not ONE_BLOCK:  # tiles that all queries see whole need no mask
+        seen = tl.maximum(tl.min(tl.where(live, position, hi - 1), axis=0) + 1, lo)
+        whole = lo + (seen - lo) // KEYS * KEYS
+        if WINDOW:
+            edge = tl.minimum(lo + tl.cdiv(tl.maximum(hi - WINDOW - lo, 0), KEYS) * KEYS, whole)
+            m, s, acc = _attend_tiles(
+                m, s, acc, queries, position, kv_pages, values, table, lo, edge, scale,
+                KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
+            )  # fmt: skip
+            lo = edge
+        m, s, acc = _attend_tiles(
+            m, s, acc, queries, position, kv_pages, values, table, lo, whole, scale,
+            KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, False,
+        )  # fmt: skip
+        lo = whole
     m, s, acc = _attend_tiles(
-        queries, position, kv_pages, values, table, lo, hi, scale, KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW
-    )
+        m, s, acc, queries, position, kv_pages, values, table, lo, hi, scale,
+        KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
+    )  # fmt: skip
 
     release()
     cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
@@ -184,6 +253,9 @@ def _share(first, length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _attend_tiles(
+    m,
+    s,
+    acc,
     queries,
     position,
     kv_pages,
@@ -195,32 +267,39 @@ def _attend_tiles(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
     WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` over the positions lo:hi."""
+    """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the positions lo:hi. Without
+    MASKED these are whole tiles that every live query sees."""
     dim = tl.arange(0, DIMS)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    s = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
     for start in range(lo, hi, KEYS):
         at = start + tl.arange(0, KEYS)
-        page = tl.load(table + at // PAGE_SIZE, mask=at < hi, other=0).to(tl.int64)
+        if MASKED:
+            page = tl.load(table + at // PAGE_SIZE, mask=at < hi, other=0).to(tl.int64)
+        else:
+            page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
         offset = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + tl.program_id(1)) * DIM
-        # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.
-        mask = (at < hi)[:, None] & (dim < DIM)[None, :]
-        key = tl.load(kv_pages + offset[:, None] + dim[None, :], mask=mask, other=0.0)
-        value = tl.load(kv_pages + values + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        where = kv_pages + offset[:, None] + dim[None, :]
+        if MASKED or DIM < DIMS:
+            # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.
+            mask = (at < hi)[:, None] & (dim < DIM)[None, :]
+            key = tl.load(where, mask=mask, other=0.0)
+            value = tl.load(where + values, mask=mask, other=0.0)
+        else:
+            key = tl.load(where)
+            value = tl.load(where + values)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        seen = (at[None, :] <= position[:, None]) & (at < hi)[None, :]
-        if WINDOW:
-            seen &= at[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
+        if MASKED:
+            seen = (at[None, :] <= position[:, None]) & (at < hi)[None, :]
+            if WINDOW:
+                seen &= at[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
         p = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(m - base)
         s = s * shrink + tl.sum(p, axis=1)

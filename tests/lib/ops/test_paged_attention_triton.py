@@ -116,6 +116,7 @@ GPU_SHAPES = [
     Shape(tuple(Request(past, 1) for past in range(0, 900, 150)), kv_heads=4, group=8, dim=128, page_size=16),
     Shape((Request(2000, 1),), kv_heads=2, group=5, dim=128, page_size=16, dtype=torch.bfloat16),
     Shape((Request(0, 200), Request(100, 77), *DECODE), 9, 2, 4, 128, 16, torch.bfloat16),
+    Shape((Request(0, 200), Request(100, 77), Request(150, 2), *DECODE), 9, 2, 4, 128, 16, torch.bfloat16, window=90),
     Shape((Request(0, 100), Request(10, 30)), 1, 1, 2, 256, 32, torch.float32),
     Shape((Request(0, 20), Request(10, 1)), 1, 1, 3, 512, 32, torch.float32),
 ]
