@@ -298,6 +298,7 @@ class ResolvedBatch(Summarized):
         carried: by name, what each request carries from the token before its first one in this batch
             (`weft.stages.carry`); the defaults for padding. `scan_tokens` begins with one.
         token_extras: [num_tokens, ...] by name: each token's own inputs for stages that take some.
+        plans: what the layers share of the attention's work, filled by `AttentionBackend`.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -314,6 +315,7 @@ class ResolvedBatch(Summarized):
     extras: dict[str, PerRequest] = attrs.field(factory=dict)
     carried: Mapping[str, PerRequest] = attrs.field(factory=dict)
     token_extras: dict[str, Tensor] = attrs.field(factory=dict)
+    plans: dict[Any, Any] = attrs.field(factory=dict, init=False)
 
     def per_token(self, values: PerRequest | Tensor) -> Tensor:
         """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...].

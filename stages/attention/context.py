@@ -41,7 +41,7 @@ def attend(
     """
     where = arguments(config, layer, q, batch, window)
     if backend is not None:
-        return backend(batch.descriptor.query_len, q, kv_pages, *where)
+        return backend(batch.descriptor.query_len, q, kv_pages, *where, plans=batch.plans)
     return paged_attention(q, None, None, kv_pages, *where)
 
 

@@ -1,5 +1,6 @@
 """`AttentionBackend`: an implementation of attention over pages, with what it can run on, and in which graphs."""
 
+import threading
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values
 from weft.descriptor import CAPABILITIES
 from weft.errors import DeviceError, ProgramError
+from weft.ops.attention import flashinfer
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import operator
@@ -26,6 +28,7 @@ def _are(kind: Any) -> Callable[[Any], bool]:
 _RULES: dict[str, Rule] = {
     "name": (lambda name: isinstance(name, str) and name, "a name"),
     "attend": (callable, "a function (q, kv_pages, slot_mapping, ...), as its docstring says"),
+    "plan": (lambda plan: plan is None or callable(plan), "a function (q, kv_pages, slot_mapping, ...), or None"),
     "capability": (lambda one: one in CAPABILITIES, f"one of {', '.join(CAPABILITIES)}"),
     "devices": (_are(str), "a tuple of device types, such as ('cpu', 'cuda')"),
     "dtypes": (_are(torch.dtype), "a tuple of dtypes, such as (torch.bfloat16,)"),
@@ -48,11 +51,15 @@ class AttentionBackend:
             which returns `[T, H, D]`: the arguments of `paged_attention` without `k` and `v`, which are in the pages.
             In a graph it may not read values on the host; what does so is of capability `piecewise`.
             It writes to none of its arguments.
+        plan: of the same arguments, what the layers of a step share, worked out by the first of them: `attend` has it
+            as its last argument. It reads no values of `q` and `kv_pages`. Where `attend` runs inside a graph, so does
+            `plan`; between graphs both may read values on the host.
         capability: the graphs in which it can run, one of `CAPABILITIES`.
         devices, dtypes: what it runs on and in.
         head_dims, page_sizes: those that it has kernels for; empty: any.
         windows: whether it attends to a window; False: `window` is always 0.
         batch_invariant: whether a request's result depends on that request alone, bit for bit.
+        missing: what a device lacks to run it, in words: a package, or a newer GPU. Empty: nothing.
 
     Raises:
         ProgramError: one of these is something else.
@@ -60,6 +67,7 @@ class AttentionBackend:
 
     name: str
     attend: Callable[..., Tensor]
+    plan: Callable[..., Any] | None = None
     capability: str = "full"
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = FLOATS
@@ -67,6 +75,7 @@ class AttentionBackend:
     page_sizes: tuple[int, ...] = ()
     windows: bool = True
     batch_invariant: bool = False
+    missing: Callable[[torch.device], str] = lambda device: ""
     handle: int = attrs.field(init=False, repr=False, factory=count().__next__)
 
     def __attrs_post_init__(self) -> None:
@@ -84,7 +93,7 @@ class AttentionBackend:
         """Raise unless it can run a model of these.
 
         Raises:
-            DeviceError: it does not run on the device.
+            DeviceError: it does not run on the device, or lacks something there.
             ProgramError: it has no kernels for the dtype, the size of the heads, or a window.
         """
         names = (name for name, one in BACKENDS.items() if one is not self and device.type in one.devices)
@@ -92,6 +101,8 @@ class AttentionBackend:
         if device.type not in self.devices:
             seen = f"attention back end {self.name!r}, which runs on {' and '.join(self.devices)}, not on {device}"
             raise DeviceError(call, seen, instead)
+        if missing := self.missing(device):
+            raise DeviceError(call, f"attention back end {self.name!r} on {device}, which lacks {missing}", instead)
         seen = ""
         if dtype not in self.dtypes:
             seen = f"which has no kernels in {dtype}"
@@ -114,17 +125,32 @@ class AttentionBackend:
         needs = "full" if query_len is None else "uniform" if query_len > 1 else "uniform_single_token"
         return CAPABILITIES.index(self.capability) >= CAPABILITIES.index(needs)
 
-    def __call__(self, query_len: int | None, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+    def __call__(
+        self, query_len: int | None, q: Tensor, kv_pages: Tensor, *where: Any, plans: dict[Any, Any] | None = None
+    ) -> Tensor:
         """Attend: in a graph of a class with this query length if it can, otherwise as `weft::attend_outside`, at which
-        graphs in pieces are cut. `where`: the arguments of `attend` after the pages."""
+        graphs in pieces are cut.
+
+        Args:
+            where: the arguments of `attend` after the pages.
+            plans: the step's plans; this function fills it. None: a plan for this call alone.
+        """
+        plans = {} if plans is None else plans
+        key = self.handle, q.shape, kv_pages.shape, *where[4:]
         if self.runs_inside(query_len):
-            return self.attend(q, kv_pages, *where)
+            if self.plan is None:
+                return self.attend(q, kv_pages, *where)
+            if key not in plans:
+                plans[key] = self.plan(q, kv_pages, *where)
+            return self.attend(q, kv_pages, *where, plans[key])
         slots, table, starts, lengths, longest, scale, window = where
-        return _attend_outside(q, kv_pages, slots, table, starts, lengths, longest, scale, window, self.handle)
+        begins = key not in plans
+        plans[key] = None  # it is made when the operator runs
+        return _attend_outside(q, kv_pages, slots, table, starts, lengths, longest, scale, window, self.handle, begins)
 
 
 def _functional(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
-    return attend(q, None, None, kv_pages, *where[:-1])
+    return attend(q, None, None, kv_pages, *where[:-2])
 
 
 @operator(
@@ -143,16 +169,36 @@ def _attend_outside(
     scale: float,
     window: int,
     handle: int,
+    begins: bool,
 ) -> Tensor:
-    """The operator of a back end that does not run in the graph at hand."""
+    """The operator of a back end that does not run in the graph at hand; the first of a step begins with the plan."""
     where = slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window
-    return attend_by_handle(q, kv_pages, *where, handle)
+    return attend_by_handle(q, kv_pages, *where, handle, begins)
+
+
+class _Plans(threading.local):
+    """The last plan of each back end and shape in this thread, and of which memory."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, tuple[Any, Any]] = {}
+
+
+_PLANS = _Plans()
 
 
 def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
-    """The result of the back end with the handle that comes last."""
-    *where, handle = rest
-    out = _BY_HANDLE[handle].attend(q, kv_pages, *where)
+    """The result of the back end with a handle. Without `begins` the plan is that of the call before, which was of the
+    same step if it was of the same memory."""
+    *where, handle, begins = rest
+    backend = _BY_HANDLE[handle]
+    plan = list[Any]()
+    if backend.plan is not None:
+        key = handle, q.device, q.shape[1:], kv_pages.shape[1:], *where[5:]
+        memory = len(q), where[4], *(x.data_ptr() for x in where[:4])
+        if begins or key not in _PLANS.made or _PLANS.made[key][0] != memory:
+            _PLANS.made[key] = memory, backend.plan(q, kv_pages, *where)
+        plan = [_PLANS.made[key][1]]
+    out = backend.attend(q, kv_pages, *where, *plan)
     return out.clone() if _shares(out, q, kv_pages, *where) else out  # an operator's result is new memory
 
 
@@ -176,8 +222,19 @@ def _in_torch(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
 REFERENCE = AttentionBackend("reference", _by_operator, devices=("cpu",), batch_invariant=True)
 TRITON = AttentionBackend("triton", _by_operator, devices=("cuda",))
 TORCH = AttentionBackend("torch", _in_torch)
+FLASHINFER = AttentionBackend(
+    "flashinfer",
+    flashinfer.attend,
+    flashinfer.plan,
+    capability="uniform_single_token",
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=(64, 128, 256),
+    page_sizes=(16, 32, 64, 128),
+    missing=flashinfer.missing,
+)
 
 OWN = {"cpu": REFERENCE, "cuda": TRITON}
 """By type of device, the back end whose operator is `weft::paged_attention` itself."""
-BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH)}
+BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}
 """The back ends by name, for `weft.load(..., attention=name)`."""

@@ -1,0 +1,232 @@
+"""FlashInfer's attention over pages: XQA for decodes, which a graph can hold; FA3 or FA2, planned on the host, for the
+rest. The package is imported at the first call, so that weft works without it.
+"""
+
+import functools
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+# XQA keeps its semaphores, which must be zero, in the first 8 MiB of the workspace; behind them are the shares of a
+# context that is split, one for each multiprocessor at most.
+_SEMAPHORES = 8 * 2**20
+_SHARES = 16 * 2**20
+_WORKSPACE = 128 * 2**20
+"""Bytes that the wrappers for prompts share for the shares of split contexts."""
+
+
+def missing(device: torch.device) -> str:
+    """What the device lacks for FlashInfer's kernels, in words; empty: nothing."""
+    if find_spec("flashinfer") is None:
+        return "the package flashinfer-python"
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (9, 0):
+        return "compute capability 9.0 or more"
+    return ""
+
+
+@attrs.frozen(eq=False)
+class DecodePlan:
+    """What the layers of a decode share: arguments that kernels may read whole, and memory.
+
+    Args:
+        table: the block table, with a valid page where nothing is read.
+        lengths: the contexts, 1 where there is none.
+        dead: [num_tokens] bool, the tokens whose result is 0.
+        workspace: for XQA.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    dead: Tensor
+    workspace: Tensor
+
+
+@attrs.frozen(eq=False)
+class PromptPlan:
+    """What the layers of a step share that is planned on the host.
+
+    Args:
+        wrapper: FlashInfer's, after `plan`; None: no request has a token.
+        rows: the tokens that it has as queries; None: the first `count`.
+        count: their number.
+        dead: the places of those whose result is 0; None: there are none.
+    """
+
+    wrapper: Any
+    rows: Tensor | None
+    count: int
+    dead: Tensor | None
+
+
+def plan(
+    q: Tensor,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+) -> DecodePlan | PromptPlan:
+    """The plan of `AttentionBackend`."""
+    if max_query_len == 1 and len(q) == len(seq_lens):
+        return _plan_decode(q, slot_mapping, block_table, seq_lens)
+    queries = _read_queries(slot_mapping, query_start_loc, seq_lens)
+    return _plan_prompts(q, kv_pages, block_table, queries, scale, window)
+
+
+def attend(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
+    """The function of `AttentionBackend`."""
+    *_, scale, window, planned = rest
+    if isinstance(planned, DecodePlan):
+        return _decode(q, kv_pages, scale, window, planned)
+    return _prompts(q, kv_pages, planned)
+
+
+def _plan_decode(q: Tensor, slot_mapping: Tensor, block_table: Tensor, seq_lens: Tensor) -> DecodePlan:
+    live = seq_lens > 0
+    workspace = torch.empty(_SEMAPHORES + _SHARES, dtype=torch.uint8, device=q.device)
+    workspace[: 4 * q.shape[0] * q.shape[1]].zero_()
+    table = torch.where(live[:, None], block_table, 0)
+    return DecodePlan(table, seq_lens.clamp(min=1), (slot_mapping < 0) | ~live, workspace)
+
+
+def _decode(q: Tensor, kv_pages: Tensor, scale: float, window: int, planned: DecodePlan) -> Tensor:
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    out = trtllm_batch_decode_with_kv_cache(
+        q.contiguous(),
+        (kv_pages[0], kv_pages[1]),
+        planned.workspace,
+        planned.table,
+        planned.lengths.view(torch.uint32),
+        planned.table.shape[1] * kv_pages.shape[2],
+        bmm1_scale=scale,
+        bmm2_scale=1.0,
+        window_left=window - 1,
+        out=torch.empty_like(q, memory_format=torch.contiguous_format),
+        kv_layout="NHD",
+        backend="xqa",
+    )
+    masked: Tensor = out.masked_fill_(planned.dead[:, None, None], 0)
+    return masked
+
+
+@attrs.frozen(eq=False)
+class _Queries:
+    """The queries of a step, on the host.
+
+    Args:
+        requests: [n], those that have live tokens.
+        starts, ends: [n], their tokens up to the last live one.
+        contexts: [n], up to that token.
+        dead: the tokens among them with slot -1.
+    """
+
+    requests: Any
+    starts: Any
+    ends: Any
+    contexts: Any
+    dead: Any
+
+
+def _read_queries(slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> _Queries:
+    bounds, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
+    live = slot_mapping.cpu().numpy() >= 0
+    # One past the last live token up to each place, and so the end of a request without the padding that ends it.
+    last = np.maximum.accumulate(np.concatenate([[0], np.where(live, np.arange(1, len(live) + 1), 0)]))
+    ends = np.minimum(last[bounds[1:]], bounds[1:])
+    requests = np.flatnonzero((ends > bounds[:-1]) & (lengths > 0))
+    starts, ends, padding = bounds[requests], ends[requests], bounds[requests + 1] - ends[requests]
+    inside = np.zeros(len(live) + 1, dtype=np.int64)
+    np.add.at(inside, starts, 1)
+    np.add.at(inside, ends, -1)
+    dead = np.flatnonzero((np.cumsum(inside)[:-1] > 0) & ~live)
+    return _Queries(requests, starts, ends, lengths[requests] - padding, dead)
+
+
+class _Wrappers(threading.local):
+    """This thread's wrappers, by device, shape and window, and their workspaces by device."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, Any] = {}
+        self.workspaces: dict[torch.device, Tensor] = {}
+
+
+_WRAPPERS = _Wrappers()
+
+
+def _plan_prompts(
+    q: Tensor, kv_pages: Tensor, block_table: Tensor, queries: _Queries, scale: float, window: int
+) -> PromptPlan:
+    if not len(queries.requests):
+        return PromptPlan(None, None, 0, None)
+    (_, heads, dim), (_, _, page_size, kv_heads, _), device = q.shape, kv_pages.shape, q.device
+    counts, used = queries.ends - queries.starts, -(-queries.contexts // page_size)
+    bounds, pages = _sums(counts), _sums(used)
+    rows = None
+    if (queries.starts != bounds[:-1]).any():
+        rows = _ranges(queries.starts, counts)
+    places = queries.dead if rows is None else np.searchsorted(rows, queries.dead)
+    entries = _ranges(queries.requests.astype(np.int64) * block_table.shape[1], used)
+    wrapper = _wrapper(device, heads, kv_heads, dim, window)
+    wrapper.plan(
+        torch.from_numpy(bounds),
+        torch.from_numpy(pages),
+        block_table.flatten()[torch.from_numpy(entries).to(device)],
+        torch.from_numpy(((queries.contexts - 1) % page_size + 1).astype(np.int32)),
+        heads,
+        kv_heads,
+        dim,
+        page_size,
+        causal=True,
+        sm_scale=scale,
+        window_left=window - 1,
+        q_data_type=q.dtype,
+        kv_data_type=kv_pages.dtype,
+        seq_lens=torch.from_numpy(queries.contexts.astype(np.int32)),
+    )
+    on_device = [None if one is None or not len(one) else torch.from_numpy(one).to(device) for one in (rows, places)]
+    return PromptPlan(wrapper, on_device[0], int(bounds[-1]), on_device[1])
+
+
+def _wrapper(device: torch.device, *shape: int) -> Any:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    own = _WRAPPERS
+    if (device, shape) not in own.of:
+        if device not in own.workspaces:
+            own.workspaces[device] = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        own.of[device, shape] = BatchPrefillWithPagedKVCacheWrapper(own.workspaces[device], "NHD", backend="auto")
+    return own.of[device, shape]
+
+
+def _prompts(q: Tensor, kv_pages: Tensor, planned: PromptPlan) -> Tensor:
+    if planned.wrapper is None:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    run = functools.partial(planned.wrapper.run, paged_kv_cache=(kv_pages[0], kv_pages[1]))
+    if planned.rows is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        run(q[: planned.count], out=out[: planned.count])
+        out[planned.count :].zero_()
+        return out if planned.dead is None else out.index_fill_(0, planned.dead, 0)
+    found = run(q[planned.rows])
+    found = found if planned.dead is None else found.index_fill_(0, planned.dead, 0)
+    return torch.zeros_like(q, memory_format=torch.contiguous_format).index_copy_(0, planned.rows, found)
+
+
+def _sums(counts: Any) -> Any:
+    """[n + 1] int32: where each of n ranges begins, and the end."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def _ranges(starts: Any, counts: Any) -> Any:
+    """The numbers from each start on, as many as its count, one range after the other."""
+    before = np.repeat(_sums(counts)[:-1], counts)
+    return np.repeat(starts, counts).astype(np.int64) + np.arange(len(before)) - before
