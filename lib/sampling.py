@@ -103,10 +103,12 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         """The call that makes it, with the arguments that differ from the defaults."""
-        defaults = {f.name: {} if f.name == "logit_bias" else f.default for f in attrs.fields(type(self))}
-        # Compared by their repr: True is not 1.
-        changed = (name for name, default in defaults.items() if repr(getattr(self, name)) != repr(default))
-        return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+        changed = []
+        for field in attrs.fields(type(self)):
+            value, default = getattr(self, field.name), {} if field.name == "logit_bias" else field.default
+            if value is not default and repr(value) != repr(default):  # by their repr: True is not 1
+                changed.append(f"{field.name}={value!r}")
+        return f"SamplingParams({', '.join(changed)})"
 
     def for_request(self, eos_token_ids: Iterable[int], seed: int) -> Self:
         """These parameters for one request: with all tokens that end it in `stop_token_ids`, and with a seed.

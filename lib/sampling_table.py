@@ -124,10 +124,12 @@ def _row_fault(
         return "a request that draws, without a seed", "params.for_request(eos_token_ids, seed)"
     if not table.vocab_size:
         return None
-    params.check_tokens(table.vocab_size, table.bias.shape[1])
-    known = [token for token in prompt if token != EMBEDDED]
-    if wrong := [token for token in (*known, *generated) if not 0 <= token < table.vocab_size]:
-        return f"token {wrong[0]} in a prompt", f"token ids from 0 to {table.vocab_size - 1}"
+    vocab = table.vocab_size
+    params.check_tokens(vocab, table.bias.shape[1])
+    given = {*prompt, *generated} - {EMBEDDED}
+    if given and not 0 <= min(given) <= max(given) < vocab:
+        wrong = next(token for token in (*prompt, *generated) if token in given and not 0 <= token < vocab)
+        return f"token {wrong} in a prompt", f"token ids from 0 to {vocab - 1}"
     return None
 
 

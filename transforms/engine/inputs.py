@@ -62,6 +62,7 @@ class RequestBuilder:
     _eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
     _scratch: SamplingTable = attrs.field(init=False, repr=False)
     _adapter_rule: Rule = attrs.field(init=False, repr=False)
+    _written: list[SamplingParams] = attrs.field(factory=list, init=False, repr=False)  # the last that were
 
     @_eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
@@ -114,9 +115,11 @@ class RequestBuilder:
         if EMBEDDED in ids:
             check_values(call, {"prompt_logprobs": _NO_LOGPROBS}, {"prompt_logprobs": given.prompt_logprobs})
         params = given.for_request(self._eos_ids, request_seed(self.seed, index))
-        with blamed(call, "weft.SamplingParams of plain ints and floats"):
-            # The step that admits the request does this on the rank that samples, where it is too late to refuse it.
-            write_rows(self._scratch, [0], [params], [()], [()])
+        if [given] != self._written or given.logit_bias:  # a dict, which the user may have changed
+            with blamed(call, "weft.SamplingParams of plain ints and floats"):
+                # The step that admits the request does this on the rank that samples, when it cannot be refused.
+                write_rows(self._scratch, [0], [params], [()], [()])
+            self._written[:] = [given]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
         slot, content = -1 if adapter is None else self.slots[adapter], None
         if isinstance(prompt, EmbedsPrompt):
@@ -148,7 +151,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     is_prompt = isinstance(prompt, str | list | tuple)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
     known = ids if embeds is None else [token for token in ids if token != EMBEDDED]
-    wrong = [token for token in known if not is_int(token, 0, vocab - 1)]
+    are_tokens = {*map(type, known)} == {int} and min(known) >= 0 and max(known) < vocab  # a long prompt's fast way
+    wrong = [] if are_tokens else [token for token in known if not is_int(token, 0, vocab - 1)]
     if not is_prompt:
         seen, instead = f"{name} is {prompt!r:.200}, a {type(prompt).__name__}", "a string or a list of token ids"
         if isinstance(prompt, Mapping) and "input_ids" in prompt:

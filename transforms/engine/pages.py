@@ -5,6 +5,7 @@ only when no empty page is left, the least recently used first.
 """
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -143,5 +144,4 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
             ends with what else this page depends on: embeddings and positions
             (`weft.transforms.engine.prompts.PromptContent`).
     """
-    text = b",".join(b"%d" % token for token in token_ids)
-    return hashlib.blake2b(before + b"|" + text, digest_size=16).digest()
+    return hashlib.blake2b(before + b"|%d|" % len(token_ids) + array("q", token_ids).tobytes(), digest_size=16).digest()
