@@ -32,7 +32,6 @@ from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.graphs.ladder import MODES
 
 _PROMPTS, _MORE = 64, 64
-_MAX_NUM_TOKENS = 2048
 
 Said = dict[int, list[list[int]]]
 """Completions by the length of their prompts."""
@@ -63,7 +62,7 @@ class Plan:
 
     def options(self, options: Bench, mode: str, input_len: int, output_len: int) -> Bench:
         """The corresponding options of `weft bench`."""
-        count, tokens = self.requests, max(_MAX_NUM_TOKENS, self.requests)
+        count = self.requests
         return attrs.evolve(
             options,
             graph=mode,
@@ -71,7 +70,6 @@ class Plan:
             output_len=output_len,
             num_prompts=count,
             max_num_seqs=count,
-            max_num_tokens=tokens,
         )
 
 

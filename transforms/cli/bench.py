@@ -52,7 +52,7 @@ def _check(options: Bench) -> None:
     if options.eval is None and (options.graph == "all" or "," in pp):
         flag = "--graph all" if options.graph == "all" else f"--pp {pp}"
         options.refuse(flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE")
-    if tokens < options.max_num_seqs:
+    if tokens is not None and tokens < options.max_num_seqs:
         seen = f"{tokens} tokens a step for {options.max_num_seqs} requests"
         instead = f"{options.max_num_seqs} or more, or a lower --max-num-seqs"
         options.refuse(f"--max-num-tokens {tokens}", seen, instead)
@@ -105,7 +105,7 @@ def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
     names = "num_prompts max_num_seqs temperature seed run_ahead speculate draft transport device"
     wanted = {name: getattr(options, name) for name in ("model", "preset", "dummy", "dtype", *names.split())}
     wanted |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
-    wanted |= {"max_num_tokens": options.tokens_per_step, "graph": options.graphs[0]}
+    wanted |= {"max_num_tokens": found["max_num_tokens"], "graph": options.graphs[0]}
     wanted |= {"stages": options.num_stages, "own_stages": options.stages}
     device = found["ranks"][0]["device"]
     on_gpu = device.startswith("cuda")

@@ -285,7 +285,7 @@ class Bench(RunOptions):
     )
     max_num_seqs: int = _how("requests that run at once", COUNT, 128)
     max_num_tokens: int | None = _how(
-        "tokens per step (default 2048; with --eval as --max-num-seqs: mode full replays prompts)", whole("N", 1, 2**17)
+        "tokens per step (default 8192 on a large GPU, else 2048; with --eval as --max-num-seqs)", whole("N", 1, 2**17)
     )
     pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)
     graph: str | None = _how("graph mode (default full_and_piecewise; with --eval all, one by one)", (*MODES, "all"))
@@ -304,9 +304,9 @@ class Bench(RunOptions):
         return self.input_len, self.output_len
 
     @property
-    def tokens_per_step(self) -> int:
-        """The most tokens of a step."""
-        return self.max_num_tokens or (2048 if self.eval is None else self.max_num_seqs)
+    def tokens_per_step(self) -> int | None:
+        """The most tokens of a step; None: as the engine has it."""
+        return self.max_num_tokens or (None if self.eval is None else self.max_num_seqs)
 
     @property
     def graphs(self) -> tuple[str, ...]:

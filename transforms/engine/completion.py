@@ -128,7 +128,9 @@ class CompletionState:
         self._decoded += self._detokenizer.add(token, special=token in self.special_ids)
         return self._update_text()
 
-    def append_captured(self, values: Mapping[str, Tensor], first: int, count: int, start: int | None) -> None:
+    def append_captured(
+        self, values: Mapping[str, Tensor], first: int, count: int = 1, start: int | None = None
+    ) -> None:
         """Append what was captured of `count` tokens; what comes a second time is skipped.
 
         Args:

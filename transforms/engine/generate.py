@@ -34,7 +34,7 @@ _RULES: dict[str, Rule] = {
 }
 MAX_NUM_REQS = 256
 """The most completions that run at once; others wait."""
-MAX_NUM_TOKENS = 2048
+MAX_NUM_TOKENS: int | None = None
 """The most tokens per step; longer prompts go in chunks."""
 
 
@@ -267,7 +267,7 @@ def _limits(
     """Limits with rows for all completions, up to `MAX_NUM_REQS`."""
     rows = min(sum(each.n for each in params), MAX_NUM_REQS)
     longest = min(max(map(len, prompts)) + max_tokens, model.config.max_position_embeddings)
-    tokens = max(MAX_NUM_TOKENS, -(-rows // stages))
+    tokens = None if MAX_NUM_TOKENS is None else max(MAX_NUM_TOKENS, -(-rows // stages))
     size = model.functions.page_size
     return EngineLimits(max_num_reqs=rows, max_num_tokens=tokens, max_model_len=longest, page_size=size)
 

@@ -34,14 +34,23 @@ than their size, graphs were found to take up to a fifth more."""
 _CPU_BYTES = 2**30
 """The most that the KV cache takes on a CPU."""
 _MAX_CONTEXT = 4096
+_LARGE_GPU = 64 * 2**30
+_NUM_TOKENS = {"a large GPU": 8192, "elsewhere": 2048}
+"""The most tokens of a step where nobody says it. Prompts are faster in large steps, and decodes that share them wait
+longer."""
 _LIMIT_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("max_num_reqs", "max_num_tokens", "page_size"), COUNT),
-    **dict.fromkeys(("max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
+    **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
+    **dict.fromkeys(("max_num_tokens", "max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
     "mixed": (lambda value: isinstance(value, bool), "True or False"),
 }
 _NGRAM = (1, 3)
 _MAX_NUM_TOKENS = 1024
 """Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests."""
+
+
+def _num_tokens(device: torch.device) -> int:
+    is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
+    return _NUM_TOKENS["a large GPU" if is_large else "elsewhere"]
 
 
 def _is_range(value: Any) -> bool:
@@ -211,7 +220,8 @@ class EngineLimits:
 
     Args:
         max_num_reqs: requests that run at once.
-        max_num_tokens: tokens per step.
+        max_num_tokens: tokens per step, of which no more than 2,048 in a graph: more gain nothing from one. None:
+            8,192 on a GPU with 64 GiB or more, 2,048 elsewhere, and at least one for each request.
         max_model_len: tokens per request, those to generate included, rounded up to whole pages; None: the model's
             number of positions, at most 4,096.
         page_size: tokens per page.
@@ -227,7 +237,7 @@ class EngineLimits:
     """
 
     max_num_reqs: int = 64
-    max_num_tokens: int = 2048
+    max_num_tokens: int | None = None
     max_model_len: int | None = None
     page_size: int = 16
     num_pages: int | None = None
@@ -260,9 +270,10 @@ class EngineLimits:
         max_pages = -(-length // self.page_size)
         lens = (1,) if speculation is None else speculation.query_lens
         cohorts = self.num_cohorts or num_stages
-        rules = {"max_num_tokens": tokens_rule(-(-self.max_num_reqs // cohorts))}
-        check_values("weft.EngineLimits(...)", rules, {"max_num_tokens": self.max_num_tokens})
-        budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
+        least = -(-self.max_num_reqs // cohorts)
+        tokens = self.max_num_tokens or transport.share(max(least, _num_tokens(model.device)))
+        check_values("weft.EngineLimits(...)", {"max_num_tokens": tokens_rule(least)}, {"max_num_tokens": tokens})
+        budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
         small = ResolvedLimits(budget, 1, self.page_size, speculation)
         if self.num_pages is not None:

@@ -164,6 +164,11 @@ class OutputProcessor:
 
     def _append_captured(self, work: Work, result: StepResult) -> None:
         """Append what a step captured of each request's tokens; of a decode, those that it keeps."""
+        if not work.token_ids and work.query_len == 1:  # the same for a token each, in half the time
+            for row, (name, tokens) in enumerate(zip(work.requests, result.token_ids, strict=True)):
+                if tokens and (own := self._open.get(name)) is not None and work.job >= own.first_job:
+                    own.state.append_captured(result.captured, row)
+            return
         first, chunks = 0, work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
         for row, (name, ids, start) in enumerate(zip(work.requests, chunks, work.starts, strict=True)):
             count, own = len(ids) if work.token_ids else work.query_len, self._open.get(name)

@@ -27,6 +27,8 @@ from weft.trees import pytree
 _STATIC = {"weft.static": True}
 _SPLIT_AT = ("weft::paged_attention", "weft::attend_outside")
 """The operators at which piecewise graphs cut a decoder."""
+_MOST_CAPTURED = 2048
+"""The most tokens of a ragged class: a step of more keeps a GPU busy for longer than its launches take the host."""
 
 
 @attrs.frozen
@@ -335,8 +337,9 @@ def apply_edits(state: State, edits: Edits) -> State:
 
 def engine_ladder(graph: str, budget: Budget, num_adapters: int, functions: StageFunctions) -> Ladder[BatchDescriptor]:
     """The classes of a cohort's steps that may be captured, with the attention that the stages have."""
-    loras = lora_rungs(min(num_adapters, budget.cohort_size))
-    return model_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, loras), functions)
+    loras, size = lora_rungs(min(num_adapters, budget.cohort_size)), budget.cohort_size
+    most = min(budget.max_num_tokens, max(_MOST_CAPTURED, size * max(budget.query_lens)))
+    return model_ladder(graph, Limits(size, most, budget.query_lens, loras), functions)
 
 
 def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:

@@ -144,7 +144,8 @@ def measure(
             graph_bytes=sum(one.total_bytes for one in memory),
             peak_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
         )
-        yield figures(served, workload.input_len, engine.transport.collect(own))
+        most = engine.limits.budget.max_num_tokens
+        yield {"max_num_tokens": most, **figures(served, workload.input_len, engine.transport.collect(own))}
 
 
 def serve(
