@@ -109,9 +109,10 @@ def of_transformers(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification", "ResNetModel"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "ResNetModel"])
 def test_of_transformers_on_a_gpu(name: str, training: bool) -> None:
-    """Models whose eager run has the same kernels as the captured one, with a padded mask or without any."""
+    """Models whose eager run has the same kernels as the captured one, with a padded mask or without any. (A ViT's has
+    not: `torch.cuda.graph` of the module itself differs in last bits.)"""
     make, inputs = of_transformers(name)
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         check_equal_to_itself(make, inputs, training, "cuda")
