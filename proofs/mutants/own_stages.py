@@ -70,7 +70,7 @@ def _finds_it_anyway(pages: Any, req: Any) -> Any:
         return _LOOKUP(pages, req)
 
 
-def _again(self: CompletionState, values: Any, first: int, count: int, start: int | None) -> None:
+def _again(self: CompletionState, values: Any, first: int, count: int = 1, start: int | None = None) -> None:
     """Tokens that are computed a second time, such as those of a preempted request, are appended again."""
     _APPEND(self, values, first, count, None)
 

@@ -1,6 +1,6 @@
 """A completion as it grows: its tokens and what came with them (`CompletionState`), and their text (`Detokenizer`)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 import torch
@@ -77,6 +77,28 @@ def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 @attrs.define(eq=False)
+class _Captured:
+    """What was captured of the tokens `first:stop` of each of some steps. A decode's tokens have one place for many
+    steps, and so take no object each, which Python's garbage collection would walk."""
+
+    first: int
+    stop: int
+    steps: list[Mapping[str, Tensor]]
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return (self.stop - self.first) * len(self.steps)
+
+    def values(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        """The values of the tokens `start:stop` of these, in parts."""
+        each = self.stop - self.first
+        for index in range(start // each, -(-stop // each)):
+            begin, end = max(start - index * each, 0), min(stop - index * each, each)
+            yield self.steps[index][name][self.first + begin : self.first + end]
+
+
+@attrs.define(eq=False)
 class CompletionState:
     """A completion as it grows: tokens, logprobs, and text that never splits a character.
 
@@ -104,8 +126,9 @@ class CompletionState:
     text: str = ""
     reason: str = ""
     num_captured: int = 0
-    _captured: list[tuple[Mapping[str, Tensor], int, int]] = attrs.field(factory=list, repr=False)
-    _num_lent: int = 0  # of the last of these, which are parts of whole steps' tensors
+    _captured: list[_Captured] = attrs.field(factory=list, repr=False)
+    _num_owned: int = 0  # of the first of these
+    _num_lent: int = 0  # steps of the others, which are parts of whole steps' tensors
     _decoded: str = ""
     _stopped: bool = False
     _num_searched: int = 0  # leading characters without a stop text that ends the request
@@ -140,7 +163,11 @@ class CompletionState:
         """
         skipped = 0 if start is None else self.num_captured - start
         if count > skipped:
-            self._captured.append((values, first + skipped, first + count))
+            place = first + skipped, first + count
+            if self._num_lent and (self._captured[-1].first, self._captured[-1].stop) == place:
+                self._captured[-1].steps.append(values)
+            else:
+                self._captured.append(_Captured(*place, [values]))
             self.num_captured += count - skipped
             self._num_lent += 1
             if self._num_lent == _MAX_LENT:
@@ -148,11 +175,11 @@ class CompletionState:
 
     def _own_captured(self) -> None:
         """Copy what was captured out of the tensors of whole steps, which hold other requests' values too."""
-        kept = len(self._captured) - self._num_lent
-        lent = self._captured[kept:]
-        owned = {name: torch.cat([own[name][first:stop] for own, first, stop in lent]) for name in lent[0][0]}
-        self._captured[kept:] = [(owned, 0, sum(stop - first for _, first, stop in lent))]
-        self._num_lent = 0
+        lent = self._captured[self._num_owned :]
+        names = lent[0].steps[0]
+        owned = {name: torch.cat([x for own in lent for x in own.values(name, 0, own.size)]) for name in names}
+        self._captured[self._num_owned :] = [_Captured(0, sum(own.size for own in lent), [owned])]
+        self._num_owned, self._num_lent = self._num_owned + 1, 0
 
     @property
     def captured(self) -> dict[str, Tensor]:
@@ -163,17 +190,17 @@ class CompletionState:
         """The captures of those of the tokens `start:stop` that were read: [n, ...] by name."""
         most = min(self.num_captured, len(self.request.prompt) + len(self.token_ids) - 1)
         stop = min(stop, most)
-        parts, place = list[tuple[Mapping[str, Tensor], int, int]](), 0
-        for own, first, last in self._captured:
-            begin, end = max(start - place, 0), min(stop - place, last - first)
+        found, place = list[tuple[_Captured, int, int]](), 0
+        for own in self._captured:
+            begin, end = max(start - place, 0), min(stop - place, own.size)
             if begin < end:
-                parts.append((own, first + begin, first + end))
-            place += last - first
-        names = self._captured[0][0] if self._captured else ()
-        empty = {name: self._captured[0][0][name][:0] for name in names}
-        if not parts:
-            return empty
-        return {name: torch.cat([own[name][first:last] for own, first, last in parts]) for name in names}
+                found.append((own, begin, end))
+            place += own.size
+        names = self._captured[0].steps[0] if self._captured else {}
+        return {
+            name: torch.cat([x for own, *part in found for x in own.values(name, *part)]) if found else values[:0]
+            for name, values in names.items()
+        }
 
     def append_prompt_logprobs(self, result: StepResult, first: int, start: int, count: int) -> None:
         """Append the logprobs of a chunk of the prompt; those computed a second time are skipped.
