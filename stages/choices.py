@@ -87,7 +87,8 @@ def check_backend(
 def pick_attention(
     attention: str | AttentionBackend, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, call: str
 ) -> AttentionBackend | None:
-    """The attention back end of a name or a value; None: `weft::paged_attention`, the device's own.
+    """The attention back end of a name or a value; None: the fastest for each step, or the device's own in FP8, where
+    the quantisation of its result is a part of it.
 
     Raises:
         DeviceError: it does not run on the device.
@@ -99,4 +100,5 @@ def pick_attention(
     chosen = attention if isinstance(attention, AttentionBackend) else chosen
     assert isinstance(chosen, AttentionBackend), "the rule holds"
     check_backend(chosen, config, device, dtype, call=call)
-    return None if chosen is OWN[device.type] else chosen
+    is_default = attention == "auto" or device.type == "cpu" or config.fp8 is not None
+    return None if is_default and chosen is OWN[device.type] else chosen

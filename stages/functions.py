@@ -139,6 +139,8 @@ class StageFunctions:
         in pieces would have no operator to be cut at; None: it is the operator."""
         if any(own.attend is None and own.attention is None for own in self._readers):
             return None
+        if any(own.is_operator for own in self._backends):
+            return None
         return lambda query_len: all(own.runs_inside(query_len) for own in self._backends)
 
     @property

@@ -27,8 +27,8 @@ class SownNames:
     """
 
     num_stages: int
-    captured: dict[int, frozenset[str]] = attrs.field(factory=dict)
-    carried_in: dict[str, int] = attrs.field(factory=dict)
+    captured: dict[int, frozenset[str]] = attrs.field(factory=dict, init=False)
+    carried_in: dict[str, int] = attrs.field(factory=dict, init=False)
 
     def add(self, stage: int, sown: "Sown") -> None:
         """Add the names of a stage that ran.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from weft.ops.tiles import Tile
-from weft.proofs.bench import decode_modes, graphify_overhead, kernels, ladder_capture, sampling, tile_search
+from weft.proofs.bench import attention, decode_modes, graphify_overhead, kernels, ladder_capture, sampling, tile_search
 from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
 from weft.proofs.bench.tile_table import Product, Timed, best
 
@@ -49,6 +49,18 @@ def test_ladder_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert run["bytes"] <= run["estimated_bytes"] <= 1.1 * run["bytes"]
         assert run["seconds"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["attention", "--out", str(tmp_path), "--quick"])
+    attention.main()
+    rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert [(row["shape"], row["backend"]) for row in rows] == [
+        (shape, name) for shape in ("2 x 20", "2 x 5") for name in ("reference", "torch")
+    ]
+    assert all(row["us"] > 0 and row["error"] < 0.02 for row in rows)
+    assert sum(row["best"] for row in rows) == 2
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
 
 
 @pytest.mark.slow

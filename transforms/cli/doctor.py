@@ -19,7 +19,7 @@ from weft.transforms.cli.options import Doctor
 from weft.transforms.cli.printing import show
 from weft.transforms.graphs.backends import make_backend
 
-_PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "hypothesis", "transformers")
+_PACKAGES = ("triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "hypothesis", "transformers")
 _REASONS = {"tape": "a record of operators, with a graph's hazards", "cuda": "torch.cuda.CUDAGraph"}
 
 

@@ -37,6 +37,10 @@ _RULES: dict[str, Rule] = {
 }
 
 
+def _nothing(device: torch.device) -> str:
+    return ""
+
+
 _BY_HANDLE: dict[int, "AttentionBackend"] = {}
 """All back ends of this process: a graph may outlive the last reference to its own."""
 
@@ -75,7 +79,7 @@ class AttentionBackend:
     page_sizes: tuple[int, ...] = ()
     windows: bool = True
     batch_invariant: bool = False
-    missing: Callable[[torch.device], str] = lambda device: ""
+    missing: Callable[[torch.device], str] = _nothing
     handle: int = attrs.field(init=False, repr=False, factory=count().__next__)
 
     def __attrs_post_init__(self) -> None:
@@ -124,6 +128,11 @@ class AttentionBackend:
         """Whether it can run inside a whole graph of a class with this query length (None: ragged)."""
         needs = "full" if query_len is None else "uniform" if query_len > 1 else "uniform_single_token"
         return CAPABILITIES.index(self.capability) >= CAPABILITIES.index(needs)
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it is `weft::paged_attention` itself, at which graphs in pieces are cut."""
+        return self.attend is _by_operator
 
     def __call__(
         self, query_len: int | None, q: Tensor, kv_pages: Tensor, *where: Any, plans: dict[Any, Any] | None = None
@@ -238,3 +247,17 @@ OWN = {"cpu": REFERENCE, "cuda": TRITON}
 """By type of device, the back end whose operator is `weft::paged_attention` itself."""
 BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}
 """The back ends by name, for `weft.load(..., attention=name)`."""
+
+_LONG = 2048
+
+
+def faster_than_own(q: Tensor, num_reqs: int, window: int) -> AttentionBackend | None:
+    """The back end that was measured to be faster than the device's own for a step of `q` `[T, H, D]`; None: the own.
+
+    Only one is, for prompts of 2,048 tokens and more alone, in steps that are too long for graphs: FlashInfer's FA3, by
+    1.2 in TFLOP/s on an H200. It plans a step in 1 ms on the host, and is slower where decodes share the step. Our
+    kernel reads decodes as fast as XQA or faster (`python -m weft.proofs.bench.attention`).
+    """
+    if not q.is_cuda or window or len(q) <= _LONG or len(q) < _LONG * num_reqs:
+        return None
+    return FLASHINFER if flashinfer.has_fa3(q.device, q.dtype, q.shape[2]) else None

@@ -29,6 +29,17 @@ def missing(device: torch.device) -> str:
     return ""
 
 
+@functools.cache
+def has_fa3(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FA3 for prompts is there, compiled: FlashInfer would compile it at the first call, for minutes."""
+    if missing(device) or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    from flashinfer.jit.attention import gen_batch_prefill_module
+
+    sizes = head_dim, head_dim, 0, False, False, False
+    return bool(gen_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, *sizes).is_compiled)
+
+
 @attrs.frozen(eq=False)
 class DecodePlan:
     """What the layers of a decode share: arguments that kernels may read whole, and memory.

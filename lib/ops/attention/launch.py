@@ -6,8 +6,7 @@ import attrs
 
 from weft.ops.tiles import power_of_two
 
-# A decode launch aims at this many programs a multiprocessor, and splits a context into this many shares at most.
-_PROGRAMS_PER_PROCESSOR = 2
+# A decode launch splits a context into this many shares at most.
 _MAX_SPLITS = 64
 
 # The most rows of a program, with heads of 128 in 16 bits, and its keys of a tile, warps and tiles in flight.
@@ -87,6 +86,8 @@ def _tile(rows: int, waves: int) -> tuple[int, int, int]:
 
 
 def _splits(programs: int, tiles: int, processors: int) -> int:
-    """The shares of the context that bring `programs` up to the target: a power of two, each at least one tile."""
-    most = min(_PROGRAMS_PER_PROCESSOR * processors // max(programs, 1), tiles, _MAX_SPLITS)
+    """The shares of the context that bring `programs` up to 2 a multiprocessor, or from less than 1 up to 4: a power of
+    two, each at least one tile."""
+    target = (2 if programs >= processors else 4) * processors
+    most = min(target // max(programs, 1), tiles, _MAX_SPLITS)
     return 1 << max(most, 1).bit_length() - 1

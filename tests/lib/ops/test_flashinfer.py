@@ -13,9 +13,17 @@ from paged_cases import DECODE, FIXED, Request, Shape, assert_matches, dense, dr
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.ops.attention.backends import BACKENDS, attend_by_handle
+from weft.ops.attention.backends import _PLANS, BACKENDS, attend_by_handle, faster_than_own
+from weft.ops.attention.flashinfer import has_fa3
+from weft.sampling import SamplingParams
+from weft.stages.config import parse_config
+from weft.stages.model import Model
+from weft.stages.random_weights import PRESETS, random_model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits
 
 FLASHINFER = BACKENDS["flashinfer"]
+SMALL = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "eos_token_id": 0}
 
 
 class Wrappers:
@@ -120,6 +128,32 @@ HEADS = {"page_size": 16, "dim": 128, "dtype": torch.bfloat16}
 )
 def test_on_a_gpu(shape: Shape) -> None:
     check(shape, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
+def test_auto_takes_it_for_a_long_prompt() -> None:
+    device, config = torch.device("cuda", 0), parse_config({**PRESETS["qwen3-0.6b"], **SMALL}, source="a small model")
+    if not has_fa3(device, torch.bfloat16, 128):
+        pytest.skip("FA3 is not compiled")
+    model, prompt = random_model(config, seed=0, device=device), [7 * i % 500 for i in range(3000)]
+    limits = EngineLimits(max_num_reqs=1, max_num_tokens=4096, max_model_len=3008)
+
+    def logprobs(own: Model) -> list[float]:
+        engine = Engine(own, limits, num_logprobs=1)
+        engine.add(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0), max_tokens=2)
+        *_, output = engine
+        return output.track.prompt_logprobs
+
+    before = len(_PLANS.made)
+    seen = logprobs(model)
+    assert len(_PLANS.made) > before, "FlashInfer planned a step"
+    expected = logprobs(model.with_stages(attend=BACKENDS["triton"]))
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=0.02, atol=0.05)
+
+
+def test_only_long_prompts_on_a_gpu_are_not_for_the_devices_own() -> None:
+    assert faster_than_own(torch.zeros(5000, 2, 128), 1, 0) is None
 
 
 def test_without_the_package_or_a_gpu_it_says_so() -> None:

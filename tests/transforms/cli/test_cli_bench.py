@@ -115,7 +115,7 @@ def test_the_start_of_gpus_fits_a_terminal_with_its_headers(
     before = Stats(**NOTHING)
     rank = RankFigures("cuda:7", 102.34, 11.23, 126.1, 1.0, 528.25, 162, 4700 * 2**20, 137 * 2**30)
     found = figures(Served([[1.0]], before, attrs.evolve(before, modes={"full": 1})), 10, [rank])
-    show(tables(as_report(options("full", 1), found)))
+    show(tables(as_report(options("full", 1), {"max_num_tokens": 64, **found})))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     shown = [line.split() for line in lines]

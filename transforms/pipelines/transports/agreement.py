@@ -252,7 +252,8 @@ def _inside(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         yield from (part for item in value.items() for part in item)
     elif attrs.has(type(value)):
-        yield from (getattr(value, field.name, None) for field in attrs.fields(type(value)))
+        # What is no argument follows from those that are, or is found at run time.
+        yield from (getattr(value, field.name, None) for field in attrs.fields(type(value)) if field.init)
     if isinstance(call := inspect.getattr_static(type(value), "__call__", None), FunctionType):
         yield call
 

@@ -1,0 +1,167 @@
+"""The attention back ends by shape: decodes in a graph, and the prompts of one step.
+
+    python -m weft.proofs.bench.attention [--out FOLDER] [--quick]
+
+Heads of 128 in bfloat16 on pages of 16, in the numbers of three models. A decode's figure is the share of the H200's
+copy bandwidth (4.27 TB/s) at which keys and values are read, over replays of a graph; only back ends that can be in one
+are timed. A step's figure is TFLOP/s of causal attention, without its plan, whose microseconds on the host stand beside
+it. `best` marks the fastest of a shape. Without a GPU tiny shapes run, only to show that it runs.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.ops.attention.backends import BACKENDS, AttentionBackend
+from weft.proofs.bench.graph_seconds import graph_seconds
+from weft.proofs.environment import environment
+from weft.proofs.gpu_run import device_seconds
+
+BANDWIDTH = 4.27e12
+HEADS = {"llama-3.1-8b": (32, 8), "qwen3-0.6b": (16, 8), "qwen3-30b-a3b": (32, 4)}
+CONTEXTS = (256, 1024, 4096, 16384, 32768)
+REQUESTS = (1, 8, 32, 128, 256)
+MOST_POSITIONS = 2**21
+"""Of a decode: contexts of more in all are left out."""
+STEPS = {
+    "16 x 512": ((0, 512),) * 16,
+    "4 x 2048": ((0, 2048),) * 4,
+    "8192": ((0, 8192),),
+    "8192 after 8192": ((8192, 8192),),
+    "2048 after 30720": ((30720, 2048),),
+    "4 x 480 and 128 decodes at 600": (*((0, 480),) * 4, *((599, 1),) * 128),
+}
+TINY_STEPS = {"2 x 5": ((0, 5),) * 2}
+
+
+@attrs.frozen
+class Row:
+    """A back end's time for a shape.
+
+    Args:
+        us: of the device, for one layer.
+        rate: TB/s of keys and values for a decode, TFLOP/s for a step.
+        share: of the copy bandwidth; None for a step.
+        plan_us: of the host, once a step; None: it has no plan.
+        error: the greatest difference from the first back end's result.
+    """
+
+    model: str
+    shape: str
+    backend: str
+    us: float
+    rate: float
+    share: float | None
+    plan_us: float | None
+    error: float
+    best: bool = False
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """The arguments of a back end's `attend`."""
+
+    q: Tensor
+    pages: Tensor
+    where: tuple[Any, ...]
+
+
+def make_case(requests: Sequence[tuple[int, int]], heads: tuple[int, int], device: str, size: int = 16) -> Case:
+    """Random requests of `(past, new)` tokens, on pages in random order."""
+    lengths, counts = [sum(one) for one in requests], [new for _, new in requests]
+    used = [-(-length // size) for length in lengths]
+    order = torch.randperm(sum(used)).to(torch.int32)
+    table = torch.nn.utils.rnn.pad_sequence(list(order.split(used)), batch_first=True)
+    places = [torch.arange(past, past + new) for past, new in requests]
+    slots = torch.cat([row[at // size].long() * size + at % size for row, at in zip(table, places, strict=True)])
+    starts = torch.tensor([*itertools.accumulate(counts, initial=0)], dtype=torch.int32)
+    where = (x.to(device) for x in (slots, table, starts, torch.tensor(lengths, dtype=torch.int32)))
+    pages = torch.randn(2, sum(used), size, heads[1], 128, device=device, dtype=torch.bfloat16)
+    q = torch.randn(sum(counts), heads[0], 128, device=device, dtype=torch.bfloat16)
+    return Case(q, pages, (*where, max(counts) if max(counts) == 1 else len(q), 128**-0.5, 0))
+
+
+def time_case(
+    case: Case, model: str, shape: str, work: float, names: Sequence[str], device: str, *, decodes: bool
+) -> list[Row]:
+    """The rows of a shape; `work` is its bytes or its operations."""
+    rows, first = list[Row](), None
+    for name in names:
+        own, plan, plan_us = BACKENDS[name], list[Any](), None
+        if own.plan is not None:
+            made = [_timed(own, case) for _ in range(2)][1]  # the first one compiles, or loads
+            plan, plan_us = [made[0]], made[1]
+
+        def call(own: AttentionBackend = own, plan: list[Any] = plan) -> Tensor:
+            return own.attend(case.q, case.pages, *case.where, *plan)
+
+        out = call()
+        first = out if first is None else first
+        error = float((out.float() - first.float()).abs().max())
+        seconds = graph_seconds([call], device) if decodes else device_seconds(call, 10, device)
+        rate = work / seconds / 1e12
+        share = work / seconds / BANDWIDTH if decodes else None
+        rows.append(Row(model, shape, name, seconds * 1e6, rate, share, plan_us, error))
+    fastest = min(row.us for row in rows)
+    return [attrs.evolve(row, best=row.us == fastest) for row in rows]
+
+
+def _timed(own: AttentionBackend, case: Case) -> tuple[Any, float]:
+    assert own.plan is not None
+    begun = time.perf_counter()
+    plan = own.plan(case.q, case.pages, *case.where)
+    return plan, (time.perf_counter() - begun) * 1e6
+
+
+def time_all(device: str, *, quick: bool) -> Iterator[Row]:
+    """The rows of all shapes, as they come."""
+    names = ["reference", "torch"] if device == "cpu" else ["triton"]
+    names += ["flashinfer"] if device == "cuda" and not BACKENDS["flashinfer"].missing(torch.device(device)) else []
+    for model, heads in HEADS.items() if not quick else [("tiny", (4, 2))]:
+        for context, requests in itertools.product((20,) if quick else CONTEXTS, (2,) if quick else REQUESTS):
+            if context * requests <= MOST_POSITIONS:
+                case, work = make_case([(context - 1, 1)] * requests, heads, device), 512.0 * context * heads[1]
+                yield from time_case(
+                    case, model, f"{requests} x {context}", work * requests, names, device, decodes=True
+                )
+        for shape, own in (TINY_STEPS if quick else STEPS).items():
+            pairs = sum(new * past + new * (new + 1) / 2 for past, new in own)
+            case = make_case(own, heads, device)
+            yield from time_case(case, model, shape, 512.0 * heads[0] * pairs, names, device, decodes=False)
+
+
+def show(row: Row) -> None:
+    """Print a row."""
+    rate = f"{row.rate:>8.2f} TB/s {row.share:>5.0%}" if row.share is not None else f"{row.rate:>8.0f} TFLOP/s  "
+    plan = "" if row.plan_us is None else f"  plan {row.plan_us:,.0f} us"
+    sign = "*" if row.best else " "
+    print(f"{row.model:<14}{row.shape:<32}{row.backend:<12}{sign}{row.us:>10.1f} us {rate}{plan}", flush=True)
+
+
+def main() -> None:
+    """Time everything, print each row, and write `attention.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for row in time_all(device, quick=given.quick or device == "cpu"):
+        show(row)
+        rows.append(attrs.asdict(row))
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        report = {"environment": environment(device), "bandwidth": BANDWIDTH, "rows": rows}
+        (given.out / "attention.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
