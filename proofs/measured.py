@@ -82,6 +82,7 @@ SERVED = (
     ("Qwen3-30B-A3B, FP8", "h200x4-serving-moe-peer-512", "4 GPUs, `peer`", ""),
 )
 """Model, record, machine, and the record whose eager runs it is compared with."""
+_TOTAL = "total_tokens_per_s"
 LENGTHS = {"decode": "2 in, 512 out", "mixed": "512 in, 512 out", "prefill": "512 in, 64 out"}
 
 
@@ -176,6 +177,42 @@ def kernel_rows() -> Iterator[tuple[str, ...]]:
         yield record.row(what, f"{took:.1f} µs", f"{floor:.1f} µs: its bytes at {bandwidth}", "1 GPU")
 
 
+def attention_rows() -> Iterator[tuple[str, ...]]:
+    """The attention back ends, by kind of shape."""
+    record = read("h200-attention")
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in record.data["rows"]:
+        found[row["model"], row["shape"]][row["backend"]] = row
+    kinds: dict[str, list[dict[str, dict[str, Any]]]] = {"decodes": [], "prompts": [], "decodes among prompts": []}
+    for (_, shape), own in found.items():
+        is_decode = own["triton"]["share"] is not None
+        kinds["decodes" if is_decode else "decodes among prompts" if "decodes" in shape else "prompts"].append(own)
+    for kind, shapes in kinds.items():
+        rates = span((own["triton"]["rate"] for own in shapes), "{:.2f}" if kind == "decodes" else "{:.0f}")
+        ratio = span((own["flashinfer"]["us"] / own["triton"]["us"] for own in shapes), "{:.2f}")
+        what = f"Attention in bfloat16, {len(shapes)} shapes of {kind}: our kernel"
+        unit = "TB/s" if kind == "decodes" else "TFLOP/s"
+        yield record.row(what, f"{rates} {unit}", f"FlashInfer takes {ratio} times as long", "1 GPU")
+
+
+def prompt_rows() -> Iterator[tuple[str, ...]]:
+    """Prompts served, against the build before."""
+    record = read("h200-prompts")
+    found: dict[tuple[str, int, int, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in record.data["rows"]:
+        found[row["model"], row["num_requests"], row["input_len"], row["output_len"]].append(row)
+    for (model, requests, taken, given), rows in found.items():
+        if taken < 512:
+            continue
+        before, now = (
+            [x for row in rows if row["build"] == build and row["max_num_tokens"] == most for x in row[_TOTAL]]
+            for build, most in (("before", 2048), ("now", 8192))
+        )
+        what = f"{model}, bfloat16: {requests} requests, {taken:,} in, {given} out, by default"
+        against = f"{span(before, '{:,.0f}')} of the build before, in the same run"
+        yield record.row(what, f"{span(now, '{:,.0f}')} tokens/s in all", against, "1 GPU")
+
+
 def call_rows() -> Iterator[tuple[str, ...]]:
     """The host's time for one call of a graphified function."""
     record = read("h200-graphify-overhead")
@@ -226,7 +263,8 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
 
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
-    for rows in (serving_rows, equality_rows, step_rows, start_rows, kernel_rows, call_rows, pipeline_rows):
+    served = serving_rows, prompt_rows, equality_rows, step_rows
+    for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows):
         yield from rows()
 
 

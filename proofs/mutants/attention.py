@@ -34,8 +34,14 @@ _BY_HANDLE = backends.attend_by_handle
 
 def _without_window(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     """Between two graphs, nothing has a window."""
-    *where, _, handle = rest
-    return _BY_HANDLE(q, kv_pages, *where, 0, handle)
+    *where, _, handle, begins = rest
+    return _BY_HANDLE(q, kv_pages, *where, 0, handle, begins)
+
+
+def _of_the_step_before(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
+    """A step whose tensors have the memory of the one before it, as in a graph, has its plan too."""
+    *where, _ = rest
+    return _BY_HANDLE(q, kv_pages, *where, False)
 
 
 def _in_any_graph(self: AttentionBackend, query_len: int | None) -> bool:
@@ -49,6 +55,11 @@ ATTENTION = (
     Mutant("the first layer's window is every layer's", _ATTENDED, replace(_CONTEXT, "arguments", _of_the_first_layer)),
     Mutant("a window has one token more", _ATTENDED, replace(_BACKENDS, "attend", _one_longer)),
     Mutant("nothing between graphs has a window", _ATTENDED, replace(_BACKENDS, "attend_by_handle", _without_window)),
+    Mutant(
+        "a step has the plan of the one before it",
+        _ATTENDED,
+        replace(_BACKENDS, "attend_by_handle", _of_the_step_before),
+    ),
     Mutant(
         "a back end is in every graph, whatever it declares",
         _ATTENDED,

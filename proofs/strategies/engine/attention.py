@@ -31,21 +31,29 @@ class OtherAttention:
         model = attrs.evolve(model, config=attrs.evolve(model.config, windows=self.windows))
         if given is not None:
             return model.with_stages(attend=dense)
-        return model.with_stages(attend=AttentionBackend("of a law", self._attend, capability=self.capability))
+        own = AttentionBackend("of a law", self._attend, self._plan, capability=self.capability)
+        return model.with_stages(attend=own)
 
-    def _attend(self, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+    def _plan(self, q: Tensor, _: Tensor, *where: Any) -> tuple[list[int], list[int]] | None:
+        """Where each request begins and its length, read on the host; None where a graph may be captured."""
         longest, lengths = where[4], where[3]
         is_uniform = len(lengths) * longest == len(q)
         single = is_uniform and longest == 1
         inside = {"full": True, "uniform": is_uniform, "uniform_single_token": single}.get(self.capability, False)
-        return (BACKENDS["torch"].attend if inside else planned)(q, kv_pages, *where)
+        return None if inside else (where[2].tolist(), lengths.tolist())
+
+    def _attend(self, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
+        *own, plan = where
+        return BACKENDS["torch"].attend(q, kv_pages, *own) if plan is None else planned(q, kv_pages, plan, *own)
 
 
-def planned(q: Tensor, kv_pages: Tensor, slots: Tensor, table: Tensor, *rest: Any) -> Tensor:
-    """Attention of one request after the other, whose lengths it reads on the host: as wrappers that plan a step do."""
+def planned(
+    q: Tensor, kv_pages: Tensor, plan: tuple[list[int], list[int]], slots: Tensor, table: Tensor, *rest: Any
+) -> Tensor:
+    """Attention of one request after the other, by a plan that was made on the host."""
     starts, lengths, longest, scale, window = rest
-    spans, out = starts.tolist(), torch.zeros_like(q)
-    for r, length in enumerate(lengths.tolist()):
+    spans, out = plan[0], torch.zeros_like(q)
+    for r, length in enumerate(plan[1]):
         part = slice(spans[r], spans[r + 1])
         if length and part.start < part.stop:
             own = starts.new_tensor([0, part.stop - part.start])
