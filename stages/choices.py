@@ -10,11 +10,17 @@ from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.register import FLOATS
 from weft.stages.config import ModelConfig
 
+KV_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
+"""The dtypes of a KV cache besides the model's own."""
 DTYPES = {f"{dtype}".removeprefix("torch."): dtype for dtype in FLOATS}
 """The dtypes that a decoder runs in."""
 
 _RULES: dict[str, Rule] = {
     "dtype": (lambda dtype: dtype is None or _is_dtype(dtype), f"one of {', '.join(DTYPES)}"),
+    "kv_dtype": (
+        lambda dtype: dtype is None or dtype in (*KV_DTYPES, *KV_DTYPES.values()),
+        f"{', '.join(KV_DTYPES)}, or None: the model's own dtype",
+    ),
     "attention": (
         lambda one: isinstance(one, AttentionBackend) or one in ("auto", *BACKENDS),
         f"an AttentionBackend, or one of auto, {', '.join(BACKENDS)}",
@@ -67,6 +73,16 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
     return DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
+def pick_kv_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
+    """The dtype of a KV cache, by its name or itself; None stays None.
+
+    Raises:
+        RequestError: a dtype that no cache has.
+    """
+    check_values(call, _RULES, {"kv_dtype": dtype})
+    return KV_DTYPES[dtype] if isinstance(dtype, str) else dtype
+
+
 def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
     """The index of a stage and the number of stages; None: the only one.
 
@@ -78,14 +94,26 @@ def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
 
 
 def check_backend(
-    backend: AttentionBackend, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, call: str
+    backend: AttentionBackend,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    call: str,
 ) -> None:
     """Raise DeviceError or ProgramError unless an attention back end can run the model."""
-    backend.check(call, device, dtype, config.head_dim, max(config.windows, default=0))
+    backend.check(call, device, dtype, config.head_dim, max(config.windows, default=0), kv_dtype)
 
 
 def pick_attention(
-    attention: str | AttentionBackend, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, call: str
+    attention: str | AttentionBackend,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    call: str,
 ) -> AttentionBackend | None:
     """The attention back end of a name or a value; None: the fastest for each step, or the device's own in FP8, where
     the quantisation of its result is a part of it.
@@ -99,6 +127,6 @@ def pick_attention(
     chosen = OWN[device.type] if attention == "auto" else BACKENDS.get(str(attention))
     chosen = attention if isinstance(attention, AttentionBackend) else chosen
     assert isinstance(chosen, AttentionBackend), "the rule holds"
-    check_backend(chosen, config, device, dtype, call=call)
+    check_backend(chosen, config, device, dtype, kv_dtype, call=call)
     is_default = attention == "auto" or device.type == "cpu" or config.fp8 is not None
     return None if is_default and chosen is OWN[device.type] else chosen

@@ -17,7 +17,7 @@ from weft.arguments.equivalents import LOAD
 from weft.errors import CheckpointError, ProgramError, RequestError, WeftError
 from weft.ops.attention.backends import AttentionBackend
 from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_params, read_params, weight_files
-from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_stage
+from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_kv_dtype, pick_stage
 from weft.stages.config import ModelConfig, config_in_folder
 from weft.stages.decoder import decoder_stage
 from weft.stages.drafting import readers_beside
@@ -70,6 +70,7 @@ class Model:
         origin: digests of the checkpoint that it was loaded from; None if it was not loaded.
         functions: functions of one's own in its stages (`with_stages`).
         transforms: those of its stages, the innermost first.
+        kv_dtype: of the KV cache; None: `dtype`.
     """
 
     config: ModelConfig
@@ -80,6 +81,7 @@ class Model:
     origin: Origin | None = attrs.field(default=None, kw_only=True)
     functions: StageFunctions = attrs.field(default=OWN, kw_only=True)
     transforms: tuple[Transform, ...] = attrs.field(default=(), kw_only=True)
+    kv_dtype: torch.dtype | None = attrs.field(default=None, kw_only=True)
     _sown_names: dict[int, SownNames] = attrs.field(factory=dict, init=False, repr=False)  # by the number of stages
 
     @layout.default
@@ -93,7 +95,7 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights, and of the KV cache."""
+        """The dtype of the weights, and of the KV cache unless there is a `kv_dtype`."""
         return self.params.layers[0].input_layernorm.dtype
 
     @property
@@ -117,6 +119,7 @@ class Model:
             **{f"config.{name}": str(own) for name, own in fields.items()},
             "weights": self.weights,
             "stages": stages,
+            "kv_dtype": f"{self.kv_dtype or self.dtype}",
         }
 
     def with_stages(
@@ -187,7 +190,7 @@ class Model:
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
         check_functions(call, new, self.config.num_layers)
         if isinstance(attend, AttentionBackend):
-            check_backend(attend, self.config, self.device, self.dtype, call=call)
+            check_backend(attend, self.config, self.device, self.dtype, self.kv_dtype, call=call)
         copies: dict[str, Any] = {}
         for kind in ("extras", "token_extras", "carries"):  # copies: the user may change theirs
             own = {name: x.detach().clone() for name, x in tensors[kind].items()}
@@ -330,6 +333,7 @@ def load(
     strict: bool = False,
     progress: bool = False,
     attention: str | AttentionBackend = "auto",
+    kv_dtype: torch.dtype | str | None = None,
 ) -> Model:
     """Load a checkpoint folder as Hugging Face writes it: config.json, *.safetensors, and tokenizer.json if there is
     one.
@@ -343,14 +347,17 @@ def load(
             `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
         attention: the implementation of attention, by name or a value of your own: `triton` on CUDA, `reference` on the
-            CPU, `torch` on both, in torch's own operations; `auto` takes the first that the device has.
+            CPU, `torch` on both, in torch's own operations, `flashinfer` on CUDA; `auto` takes what was measured to be
+            the fastest.
+        kv_dtype: `float8_e4m3fn`: keys and values are kept in half the memory, rounded, with ±448 at the most; None: in
+            the model's dtype.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
             config.json says.
         ConfigError: config.json has a field that weft does not support.
         DeviceError: this machine has no such device.
-        ProgramError: the model has no stage of this index.
+        ProgramError: the model has no stage of this index, or the attention no cache of this dtype.
         RequestError: not a path, or a dtype that no decoder runs in.
 
     >>> load(DEMO, "cpu").config.architecture
@@ -365,7 +372,8 @@ def load(
     config = config_in_folder(folder, call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = split_model(config, num_stages)[index]
-    backend = pick_attention(attention, config, where, kind, call=call)
+    kept = pick_kv_dtype(kv_dtype, call=call)
+    backend = pick_attention(attention, config, where, kind, kept, call=call)
     functions = OWN if backend is None else StageFunctions(attend=backend)
     tokenizer = _load_tokenizer(folder, call)
     files = weight_files(folder, call)
@@ -373,7 +381,8 @@ def load(
         digest = beside.submit(digest_files, folder, files)
         params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
-        return Model(config, params, tokenizer, folder, layout=layout, origin=origin, functions=functions)
+        own: dict[str, Any] = {"layout": layout, "origin": origin, "functions": functions, "kv_dtype": kept}
+        return Model(config, params, tokenizer, folder, **own)
 
 
 def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:

@@ -23,7 +23,7 @@ from weft.stages.checkpoint import (
     digest_params,
     stage_fields,
 )
-from weft.stages.choices import pick_device, pick_dtype, pick_stage
+from weft.stages.choices import pick_device, pick_dtype, pick_kv_dtype, pick_stage
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field, adaptable
 from weft.stages.layout import StageLayout, split_model
@@ -221,13 +221,14 @@ def random_model(
     dtype: torch.dtype | str | None = None,
     stage: tuple[int, int] | None = None,
     name: str = "model",
+    kv_dtype: torch.dtype | str | None = None,
 ) -> Model:
     """A model with random weights and without a tokenizer, for benchmarks and tests.
 
     Args:
         config: the whole model's, from `load_config`, or `parse_config(PRESETS["tiny"], source="tiny")`.
         seed: as in `random_params`.
-        device, dtype, stage: as in `weft.load`.
+        device, dtype, stage, kv_dtype: as in `weft.load`.
         name: its name; ranks compare it with the seed.
 
     Raises:
@@ -241,7 +242,8 @@ def random_model(
     layout = split_model(config, num_stages)[index]
     params = random_params(config, layout, seed=seed, device=where, dtype=kind)
     origin = Origin(f"random {name} {seed}", digest_params(params))
-    return Model(config, params, None, Path(name), layout=layout, origin=origin)
+    kept = pick_kv_dtype(kv_dtype, call=call)
+    return Model(config, params, None, Path(name), layout=layout, origin=origin, kv_dtype=kept)
 
 
 def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float) -> Adapter:

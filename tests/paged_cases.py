@@ -33,12 +33,14 @@ class Shape:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     window: int = 0
+    kv_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         longest = max([0, *(r.new + r.dead for r in self.requests)])
         sizes = f"{self.kv_heads}x{self.group}x{self.dim}-page{self.page_size}"
         window = f"-window{self.window}" if self.window else ""
-        return f"{len(self.requests)}reqs-upto{longest}-{sizes}-{str(self.dtype).removeprefix('torch.')}{window}"
+        kept = "" if self.kv_dtype is None else "-fp8"
+        return f"{len(self.requests)}reqs-upto{longest}-{sizes}-{str(self.dtype).removeprefix('torch.')}{window}{kept}"
 
 
 @attrs.frozen
@@ -97,14 +99,16 @@ def draw_request(
 ) -> list[Rows]:
     """A request's tokens. Its past is written to `pages` and `expected`, and the operator's writes to `expected`."""
     live = request.past + request.new
-    history = torch.randn(2, live, shape.kv_heads, shape.dim, generator=random).to(shape.dtype)
+    given = torch.randn(2, live, shape.kv_heads, shape.dim, generator=random).to(shape.dtype)
+    given[:, ::7] *= 300 if shape.kv_dtype is not None else 1  # beyond what FP8 holds
+    history = given if shape.kv_dtype is None else given.float().clamp(-448, 448).to(shape.kv_dtype).to(shape.dtype)
     q = torch.randn(request.new, shape.kv_heads * shape.group, shape.dim, generator=random).to(shape.dtype)
     slots = [table[i // shape.page_size] * shape.page_size + i % shape.page_size for i in range(live)]
-    pages.flatten(1, 2)[:, slots[: request.past]] = history[:, : request.past]
+    pages.flatten(1, 2)[:, slots[: request.past]] = history[:, : request.past].to(pages.dtype)
     kept = request.past if request.padded else live
-    expected.flatten(1, 2)[:, slots[:kept]] = history[:, :kept]
+    expected.flatten(1, 2)[:, slots[:kept]] = history[:, :kept].to(pages.dtype)
     out = dense(q, history[0], history[1], shape.dim**-0.5, shape.window)
-    keys, values = history[:, request.past :]
+    keys, values = given[:, request.past :]
     new = Rows(q, keys, values, slots[request.past :], out * 0 if request.padded else out)
     return [new, padding(shape, [-1] * request.dead)]
 
@@ -114,7 +118,8 @@ def draw_case(shape: Shape) -> Case:
     random = torch.Generator().manual_seed(shape.seed)
     table, free = draw_table(shape, random)
     num_pages = max([free, *table.flatten().tolist()]) + 2
-    pages = torch.full((2, num_pages, shape.page_size, shape.kv_heads, shape.dim), float("nan"), dtype=shape.dtype)
+    kept = shape.kv_dtype or shape.dtype
+    pages = torch.full((2, num_pages, shape.page_size, shape.kv_heads, shape.dim), float("nan"), dtype=kept)
     expected = pages.clone()
     drawn = [
         draw_request(shape, request, row, pages, expected, random)
@@ -141,7 +146,7 @@ def draw_case(shape: Shape) -> Case:
 
 def bits(x: Tensor) -> Tensor:
     """`x` as integers, so that NaN equals itself and -0 differs from 0."""
-    return x.contiguous().cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    return x.contiguous().cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -199,4 +204,6 @@ FIXED = [
     Shape((*DECODE, Request(0, 1, padded=True)), window=16, page_size=16),
     Shape((Request(300, 1),), kv_heads=1, group=1, window=70),
     Shape((Request(3, 90), Request(200, 40)), window=33, dim=16, page_size=16),
+    Shape(RAGGED, tail=3, kv_dtype=torch.float8_e4m3fn),
+    Shape((*DECODE, Request(0, 1, padded=True)), page_size=16, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn),
 ]

@@ -35,12 +35,22 @@ def to_fp8(x):
     """float8_e4m3fn of float32 values in its range, rounded to nearest, ties to even."""
     # The interpreter rounds ties and subnormals to FP8 wrongly: https://github.com/triton-lang/triton/pull/11897
     if INTERPRETED:
-        step = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-30))), -6.0) - 3.0)
-        down = tl.floor(x / step)
-        rest = x / step - down
+        size = tl.abs(x)
+        step = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(size, 1e-30))), -6.0) - 3.0)
+        down = tl.floor(size / step)
+        rest = size / step - down
         odd = down - 2 * tl.floor(down / 2)
-        x = (down + tl.where((rest > 0.5) | ((rest == 0.5) & (odd == 1)), 1.0, 0.0)) * step
+        size = (down + tl.where((rest > 0.5) | ((rest == 0.5) & (odd == 1)), 1.0, 0.0)) * step
+        x = tl.where(x < 0, -size, size)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def clamp_to_fp8(x):
+    """float8_e4m3fn of values, those beyond its range as its largest."""
+    wide = x.to(tl.float32)
+    clamped = tl.minimum(tl.maximum(wide, -_MOST), _MOST)
+    return to_fp8(tl.where(wide == wide, clamped, wide))
 
 
 @triton.jit

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import DescriptorError
-from weft.ops.attention.functional import keep
+from weft.errors import DerivativeError, DescriptorError
+from weft.ops.attention.functional import keep, write_rows
+from weft.ops.fp8 import ROUNDED
 from weft.ops.norm import functional_rms_norm
 from weft.ops.parts import sum_parts, widened
 from weft.ops.register import operator
+from weft.torchapi.private import is_differentiated
 
 
 def _empty_tables(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -58,21 +60,23 @@ def rotate_and_keep(
     product to one rounding at the end.
 
     Args:
-        qkv: `[T, N]` of the dtype of `kv_pages`, or float32 parts of it `[S, T, N]`.
+        qkv: `[T, N]` of the dtype of `cos`, or float32 parts of it `[S, T, N]`.
         q_norm, k_norm: `[D]`, the weights of the norms over a head; None: no norm.
         eps: of the norms.
         cos, sin: `[T, D / 2]`.
         slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. All other slots are distinct.
-        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1.
+        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1. Of the dtype of
+            `cos`, or float8_e4m3fn, which keeps ±448 at the most.
         num_heads: H, of the queries.
         starts: the columns of qkv where keys and values begin; queries begin with the first.
 
     Returns:
-        The queries `[T, H, D]`, and the pages: those given, written in place. If a derivative is asked for, and inside
-        a transform of torch.func, they are new pages with the same values.
+        The queries `[T, H, D]` of the dtype of `cos`, and the pages: those given, written in place. If a derivative is
+        asked for, and inside a transform of torch.func, they are new pages with the same values.
 
     Raises:
         DescriptorError: columns or heads do not fit.
+        DerivativeError: pages in FP8, whose values change in steps.
     """
     kv_heads, dim = kv_pages.shape[-2:]
     ends = (num_heads * dim, starts[0] + kv_heads * dim, starts[1] + kv_heads * dim)
@@ -106,7 +110,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values, rotated; and the slots and pages of keys and values."""
     kv_heads, dim = kv_pages.shape[-2:]
-    whole, cos, sin = sum_parts(qkv, kv_pages.dtype), widened(cos[:, None]), widened(sin[:, None])
+    whole, cos, sin = sum_parts(qkv, cos.dtype), widened(cos[:, None]), widened(sin[:, None])
     q, k, v = (
         whole[:, start : start + heads * dim].unflatten(1, (heads, dim))
         for start, heads in zip((0, *starts), (num_heads, kv_heads, kv_heads), strict=True)
@@ -122,6 +126,9 @@ def _rotated(
 
 def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
     """`rotate_and_keep` with pages of its own, which it returns after the queries; it reads nothing on the host."""
+    if args[7].dtype == torch.float8_e4m3fn and any(isinstance(x, Tensor) and is_differentiated(x) for x in args):
+        instead = "a cache in the model's own dtype, kv_dtype=None; or torch.no_grad()"
+        raise DerivativeError("the derivative of rotate_and_keep(…)", ROUNDED, instead)
     q, *kept = _rotated(functional_rms_norm, *args)
     return q, keep(*kept)
 
@@ -130,7 +137,7 @@ def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
     parameters=rotate_and_keep,
     writes=("kv_pages",),
     kernel="weft.ops.rotary_triton:rotate_and_keep",
-    fake=lambda qkv, kv_pages, num_heads: kv_pages.new_empty((qkv.shape[-2], num_heads, kv_pages.shape[-1])),
+    fake=lambda qkv, cos, num_heads: cos.new_empty((qkv.shape[-2], num_heads, 2 * cos.shape[-1])),
     functional=functional_rotate_and_keep,
 )
 def _rotate_and_keep(*args: Any) -> Tensor:
@@ -138,5 +145,5 @@ def _rotate_and_keep(*args: Any) -> Tensor:
     q, k, v, slot_mapping, kv_pages = _rotated(_torch_norm, *args)
     kept = (slot_mapping >= 0).nonzero()[:, 0]
     for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
-        pages.index_copy_(0, slot_mapping[kept].long(), rows[kept])
+        write_rows(rows[kept], slot_mapping[kept], pages)
     return q

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
+from weft.ops.blocks_triton import TRITON_DTYPES, clamp_to_fp8, load_sum
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.parts import num_parts
 from weft.ops.tiles import cdiv, power_of_two
@@ -23,7 +23,7 @@ _ANGLES = 256
 def _rotary_kernel(
     qkv, q_norm, k_norm, cos, sin, slots, kv_pages, out, columns, stride, to_values, k_start, v_start, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     begin()
     token = tl.program_id(0).to(tl.int64)
@@ -57,8 +57,12 @@ def _rotary_kernel(
         kept = inside & (head >= HEADS)[:, None]
         page = kv_pages + tl.where(is_v, to_values, 0)[:, None]
         page += (slot * KV_HEADS + kv_head)[:, None] * DIM + pair[None, :]
-        tl.store(page, turned_left, mask=kept)
-        tl.store(page + DIM // 2, turned_right, mask=kept)
+        if FP8:
+            tl.store(page, clamp_to_fp8(turned_left), mask=kept)
+            tl.store(page + DIM // 2, clamp_to_fp8(turned_right), mask=kept)
+        else:
+            tl.store(page, turned_left, mask=kept)
+            tl.store(page + DIM // 2, turned_right, mask=kept)
 
 
 def rotate_and_keep(
@@ -76,7 +80,7 @@ def rotate_and_keep(
     """`weft::rotate_and_keep`."""
     qkv, (tokens, columns) = qkv.contiguous(), qkv.shape[-2:]
     kv_heads, dim = kv_pages.shape[-2:]
-    out = kv_pages.new_empty((tokens, num_heads, dim))
+    out = cos.new_empty((tokens, num_heads, dim))
     blocks = cdiv(num_heads + 2 * kv_heads, _HEADS)
     with torch.cuda.device_of(qkv):
         if tokens:
@@ -86,7 +90,7 @@ def rotate_and_keep(
                 kv_pages.stride(0), *starts, eps,
                 HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=power_of_two(dim // 2), BLOCK=_HEADS,
                 NORM=q_norm is not None and k_norm is not None, PARTS=num_parts(qkv),
-                TYPE=TRITON_DTYPES[kv_pages.dtype], num_warps=4, **early(qkv),
+                TYPE=TRITON_DTYPES[cos.dtype], FP8=kv_pages.dtype == torch.float8_e4m3fn, num_warps=4, **early(qkv),
             )  # fmt: skip
     return out
 

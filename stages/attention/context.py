@@ -40,7 +40,7 @@ def attend(
         [num_tokens, num_heads, head_dim].
     """
     where = arguments(config, layer, q, batch, window)
-    backend = backend or faster_than_own(q, len(batch.seq_lens), where[-1])
+    backend = backend or faster_than_own(q, kv_pages, len(batch.seq_lens), where[-1])
     if backend is not None:
         return backend(batch.descriptor.query_len, q, kv_pages, *where, plans=batch.plans)
     return paged_attention(q, None, None, kv_pages, *where)
@@ -87,14 +87,14 @@ def weighted_values(weights: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> 
         batch: the step's, as the decoder passes it on.
 
     Returns:
-        [num_tokens, num_heads, head_dim], of the pages' dtype.
+        [num_tokens, num_heads, head_dim], of the pages' dtype; of the weights' where pages are in FP8.
     """
     rows = list[Tensor]()
     for part, values in _contexts(kv_pages[1], batch):
         values = torch.where(_seen(batch, part, values)[:, :, None, None], values, 0).float()  # the rest may be NaN
         grouped = weights[part].unflatten(1, (values.shape[2], -1)).float()
         rows.append(torch.einsum("tkgn,tnkd->tkgd", grouped, values).flatten(1, 2))
-    return torch.cat(rows).to(kv_pages.dtype)
+    return torch.cat(rows).to(weights.dtype if kv_pages.dtype.itemsize == 1 else kv_pages.dtype)
 
 
 def _contexts(pages: Tensor, batch: ResolvedBatch) -> Iterator[tuple[slice, Tensor]]:

@@ -101,6 +101,7 @@ BANDWIDTH = value("GB/s", float, lambda x: 0 < x < math.inf, "a finite number > 
 LINK = value("GB/s", float, lambda x: x > 0, "a number > 0, in GB/s")
 LATENCY = value("US", float, lambda x: 0 <= x < math.inf, "a finite number >= 0, in microseconds")
 DTYPES = "float32", "bfloat16", "float16"  # of weft.stages.choices, without its import of torch
+KV_DTYPES = ("float8_e4m3fn",)  # likewise
 ATTENTION = "auto", "reference", "triton", "torch", "flashinfer"  # of weft.ops.attention.backends, likewise
 TRANSPORTS = "local", "threads", "gloo", "nccl", "peer"
 
@@ -221,6 +222,7 @@ class RunOptions(ModelOptions):
     timeout: float = _how("seconds that a stage may keep another waiting before both stop, once loaded", SECONDS, 30.0)
     device: str | None = _how(_DEVICE, DEVICE)
     dtype: str | None = _how("dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES)
+    kv_dtype: str | None = _how("dtype of the KV cache, if another: half the memory, rounded", KV_DTYPES)
     attention: str = _how("implementation of attention; auto: the fastest that was measured", ATTENTION, "auto")
 
 

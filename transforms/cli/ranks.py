@@ -159,9 +159,10 @@ def open_model(options: RunOptions, here: Here) -> Model:
     """The part of the model that runs in this process, with the stages that `--stages` gives it."""
     if isinstance(options, Bench) and options.dummy:
         config, name = read_config(options), options.model or str(options.preset)
-        kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name}
+        kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name, "kv_dtype": options.kv_dtype}
         return _with_stages(options, random_model(config, seed=options.seed, device=here.device, **kind))
-    model = load(str(options.model), here.device, options.dtype, stage=here.stage, progress=here.progress)
+    kind = {"stage": here.stage, "progress": here.progress, "kv_dtype": options.kv_dtype}
+    model = load(str(options.model), here.device, options.dtype, **kind)
     return _with_stages(options, model)
 
 
@@ -169,7 +170,8 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
     """The model with the attention of `--attention`, as the function that `--stages` names returns it."""
     if options.attention != "auto":
         with options.about(f"--attention {options.attention}", WeftError):
-            chosen = pick_attention(options.attention, model.config, model.device, model.dtype, call="")
+            own = model.config, model.device, model.dtype, model.kv_dtype
+            chosen = pick_attention(options.attention, *own, call="")
             model = model if chosen is None else model.with_stages(attend=chosen)
     if options.stages is None:
         return model

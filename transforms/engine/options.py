@@ -313,12 +313,12 @@ def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
     """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]."""
     config = model.config
     shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
-    return torch.zeros(shape, dtype=model.dtype, device=model.device)
+    return torch.zeros(shape, dtype=model.kv_dtype or model.dtype, device=model.device)
 
 
 def _page_bytes(model: Model, num_layers: int, page_size: int) -> int:
     config = model.config
-    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * (model.kv_dtype or model.dtype).itemsize
 
 
 def _fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:

@@ -33,6 +33,7 @@ _RULES: dict[str, Rule] = {
     "devices": (_are(str), "a tuple of device types, such as ('cpu', 'cuda')"),
     "dtypes": (_are(torch.dtype), "a tuple of dtypes, such as (torch.bfloat16,)"),
     "head_dims": (_are(int), "a tuple of sizes, such as (64, 128); (): any"),
+    "kv_dtypes": (_are(torch.dtype), "a tuple of dtypes, such as (torch.float8_e4m3fn,); (): only that of q"),
     "page_sizes": (_are(int), "a tuple of sizes, such as (16, 32); (): any"),
 }
 
@@ -61,6 +62,7 @@ class AttentionBackend:
         capability: the graphs in which it can run, one of `CAPABILITIES`.
         devices, dtypes: what it runs on and in.
         head_dims, page_sizes: those that it has kernels for; empty: any.
+        kv_dtypes: those of pages that it reads besides that of q.
         windows: whether it attends to a window; False: `window` is always 0.
         batch_invariant: whether a request's result depends on that request alone, bit for bit.
         missing: what a device lacks to run it, in words: a package, or a newer GPU. Empty: nothing.
@@ -77,6 +79,7 @@ class AttentionBackend:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     head_dims: tuple[int, ...] = ()
     page_sizes: tuple[int, ...] = ()
+    kv_dtypes: tuple[torch.dtype, ...] = ()
     windows: bool = True
     batch_invariant: bool = False
     missing: Callable[[torch.device], str] = _nothing
@@ -93,12 +96,20 @@ class AttentionBackend:
             return _named, (self.name,)
         return AttentionBackend, tuple(getattr(self, own.name) for own in attrs.fields(AttentionBackend) if own.init)
 
-    def check(self, call: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: int) -> None:
+    def check(
+        self,
+        call: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        window: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         """Raise unless it can run a model of these.
 
         Raises:
             DeviceError: it does not run on the device, or lacks something there.
-            ProgramError: it has no kernels for the dtype, the size of the heads, or a window.
+            ProgramError: it has no kernels for the dtype, the size of the heads, a window, or the dtype of the cache.
         """
         names = (name for name, one in BACKENDS.items() if one is not self and device.type in one.devices)
         instead = f"another back end: attention='auto', or one of {', '.join(names)}"
@@ -114,6 +125,8 @@ class AttentionBackend:
             seen = f"which has no kernels for heads of {head_dim}, but of {', '.join(map(str, self.head_dims))}"
         elif window and not self.windows:
             seen = f"which has no windows, for a model with a window of {window}"
+        elif kv_dtype not in (None, dtype, *self.kv_dtypes):
+            seen = f"which reads no cache in {kv_dtype}"
         if seen:
             raise ProgramError(call, f"attention back end {self.name!r}, {seen}", instead)
 
@@ -228,9 +241,10 @@ def _in_torch(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
     return attend(q, None, None, kv_pages, *where)
 
 
-REFERENCE = AttentionBackend("reference", _by_operator, devices=("cpu",), batch_invariant=True)
-TRITON = AttentionBackend("triton", _by_operator, devices=("cuda",))
-TORCH = AttentionBackend("torch", _in_torch)
+_FP8 = (torch.float8_e4m3fn,)
+REFERENCE = AttentionBackend("reference", _by_operator, devices=("cpu",), kv_dtypes=_FP8, batch_invariant=True)
+TRITON = AttentionBackend("triton", _by_operator, devices=("cuda",), kv_dtypes=_FP8)
+TORCH = AttentionBackend("torch", _in_torch, kv_dtypes=_FP8)
 FLASHINFER = AttentionBackend(
     "flashinfer",
     flashinfer.attend,
@@ -251,13 +265,13 @@ BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}
 _LONG = 2048
 
 
-def faster_than_own(q: Tensor, num_reqs: int, window: int) -> AttentionBackend | None:
+def faster_than_own(q: Tensor, kv_pages: Tensor, num_reqs: int, window: int) -> AttentionBackend | None:
     """The back end that was measured to be faster than the device's own for a step of `q` `[T, H, D]`; None: the own.
 
     Only one is, for prompts of 2,048 tokens and more alone, in steps that are too long for graphs: FlashInfer's FA3, by
     1.2 in TFLOP/s on an H200. It plans a step in 1 ms on the host, and is slower where decodes share the step. Our
     kernel reads decodes as fast as XQA or faster (`python -m weft.proofs.bench.attention`).
     """
-    if not q.is_cuda or window or len(q) <= _LONG or len(q) < _LONG * num_reqs:
+    if not q.is_cuda or window or kv_pages.dtype != q.dtype or len(q) <= _LONG or len(q) < _LONG * num_reqs:
         return None
     return FLASHINFER if flashinfer.has_fa3(q.device, q.dtype, q.shape[2]) else None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.batch import find_owners
 from weft.errors import DerivativeError
+from weft.ops.fp8 import as_kept
 from weft.ops.parts import widened
 
 
@@ -16,9 +17,20 @@ def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor
     """New pages with each token's key and value `[T, Hkv, D]` in its slot; a token with slot -1 is left out."""
     slots, slot = kv_pages.shape[1] * kv_pages.shape[2], slot_mapping.long()
     index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
-    rows = torch.cat((kv_pages.flatten(0, 2), k.new_zeros((1, *k.shape[1:]))))  # the last row takes those left out
-    kept: Tensor = rows.index_copy(0, index, torch.cat((k, v)))[: 2 * slots]
-    return kept.view_as(kv_pages)
+    given, old = _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype)), _as_bytes(kv_pages.flatten(0, 2))
+    rows = torch.cat((old, old.new_zeros((1, *old.shape[1:]))))  # the last row takes those left out
+    kept: Tensor = rows.index_copy(0, index, given)[: 2 * slots].view(kv_pages.shape)
+    return kept if kept.dtype == kv_pages.dtype else kept.view(kv_pages.dtype)
+
+
+def write_rows(rows: Tensor, index: Tensor, pages: Tensor) -> None:
+    """Write keys or values `[n, Hkv, D]` to the slots `[n]` of pages `[P * page_size, Hkv, D]`, in place."""
+    _as_bytes(pages).index_copy_(0, index.long(), _as_bytes(as_kept(rows, pages.dtype)))
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """x, and where it is in FP8, which no `index_copy` takes, its bytes."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def attend(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError, DeviceError
-from weft.ops.attention.functional import attend
+from weft.ops.attention.functional import attend, write_rows
 from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, empty_quantized, reference_quantize
 from weft.ops.register import operator
 
@@ -76,9 +76,10 @@ def paged_attention(
 
     Args:
         q: `[T, H, D]`, float32, bfloat16 or float16. Sums are in float32.
-        k: `[T, Hkv, D]`, q's dtype, as are v and kv_pages; Hkv divides H.
+        k: `[T, Hkv, D]`, q's dtype, as is v; Hkv divides H.
         v: `[T, Hkv, D]`. If k and v are None, each token's are already in its slot.
-        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous: a layer's pages, keys at 0, values at 1; written in place.
+        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous: a layer's pages, keys at 0, values at 1; written in place. Of
+            q's dtype, or float8_e4m3fn, which keeps ±448 at the most.
         slot_mapping: `[T]`, int32 or int64: token t is kept in page `slot // page_size` at `slot % page_size`.
         block_table: `[R, max_pages]`, int32: the pages of each request, in order.
         query_start_loc: `[R + 1]`, int32, ascending from 0.
@@ -199,9 +200,8 @@ def _write(k: Tensor, v: Tensor, kv_pages: Tensor, slot_mapping: Tensor, tokens:
     if len(tokens) != k.shape[0]:
         index = torch.tensor(tokens, dtype=torch.int64)
         k, v, slot_mapping = k[index], v[index], slot_mapping[index]
-    keys, values = kv_pages.flatten(1, 2)
-    keys.index_copy_(0, slot_mapping.long(), k)
-    values.index_copy_(0, slot_mapping.long(), v)
+    for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
+        write_rows(rows, slot_mapping, pages)
 
 
 def _attend(q: Tensor, kv_pages: Tensor, pages: Tensor, span: _Span, scale: float, window: int, out: Tensor) -> None:
@@ -263,7 +263,7 @@ def _fault(
     device, floats = q.device, (q.dtype,) if q.dtype in _FLOATS else _FLOATS
     for name, tensor, shape, dtypes in (
         ("q", q, q.shape, floats),
-        ("kv_pages", kv_pages, (2, pages, page_size, kv_heads, dim), floats),
+        ("kv_pages", kv_pages, (2, pages, page_size, kv_heads, dim), (*floats, torch.float8_e4m3fn)),
         *((name, x, (tokens, kv_heads, dim), floats) for name, x in (("k", k), ("v", v)) if x is not None),
         ("slot_mapping", slot_mapping, (tokens,), _SLOT_DTYPES),
         ("block_table", block_table, block_table.shape, _INT32),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from weft.ops.attention.launch import plan_launch
 from weft.ops.attention.output_triton import combine_kernel, store_heads, zero_tokens
-from weft.ops.blocks_triton import TRITON_DTYPES
+from weft.ops.blocks_triton import TRITON_DTYPES, clamp_to_fp8
 from weft.ops.fp8 import empty_quantized
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
@@ -69,6 +69,7 @@ def write_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Write one token's k and v to its slot, unless it is padding; `values` is the offset of kv_pages[1]."""
     begin()
@@ -82,6 +83,8 @@ def write_kernel(
             i = start + tl.arange(0, BLOCK)
             key = tl.load(k + row * stride_k + i, mask=i < WIDTH)
             value = tl.load(v + row * stride_v + i, mask=i < WIDTH)
+            if FP8:
+                key, value = clamp_to_fp8(key), clamp_to_fp8(value)
             tl.store(kv_pages + slot * WIDTH + i, key, mask=i < WIDTH)
             tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
 
@@ -291,6 +294,8 @@ def _attend_tiles(
         else:
             key = tl.load(where)
             value = tl.load(where + values)
+        if key.dtype != queries.dtype:  # FP8
+            key, value = key.to(queries.dtype), value.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & (at < hi)[None, :]
@@ -379,6 +384,7 @@ def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where) -> None:
         WIDTH=width,
         BLOCK=min(1024, power_of_two(width)),
         BLOCK_R=_SEARCHED,
+        FP8=kv_pages.dtype == torch.float8_e4m3fn,
         **early(k),
     )
 

@@ -106,7 +106,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "linear": [(x, randn(5, 6), None), (x, randn(5, 6), randn(5))],
         "move_on": [(integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids)
                     for ids in (integers(1, 2, 3), None)],
-        "attend_outside": [(randn(7, 2, 2), randn(2, 4, 4, 1, 2), *where, backends.TORCH.handle)],
+        "attend_outside": [(randn(7, 2, 2), randn(2, 4, 4, 1, 2), *where, backends.TORCH.handle, True)],
         "paged_attention": [(randn(7, 2, 2), k, v, randn(2, 4, 4, 1, 2), *where)
                             for k, v in ((None, None), (randn(7, 1, 2), randn(7, 1, 2)))],
         "paged_attention.quantized": [(randn(7, 2, 128), None, None, randn(2, 4, 4, 1, 128), *where)],

@@ -153,7 +153,7 @@ def test_auto_takes_it_for_a_long_prompt() -> None:
 
 
 def test_only_long_prompts_on_a_gpu_are_not_for_the_devices_own() -> None:
-    assert faster_than_own(torch.zeros(5000, 2, 128), 1, 0) is None
+    assert faster_than_own(torch.zeros(5000, 2, 128), torch.zeros(2, 1, 16, 2, 128), 1, 0) is None
 
 
 def test_without_the_package_or_a_gpu_it_says_so() -> None:
