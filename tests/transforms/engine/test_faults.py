@@ -69,8 +69,8 @@ def test_what_cannot_be_written_in_a_row_is_refused(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr("weft.sampling_table._floats", lambda params: ["warm"])
         with pytest.raises(RequestError, match="saw: ValueError: too many dimensions") as error:
-            engine.add([1], max_tokens=1)
-    assert error.value.call.startswith("engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=1")
+            engine.add([1], SamplingParams(temperature=0.5), max_tokens=1)
+    assert error.value.call.startswith("engine.add(prompt, SamplingParams(temperature=0.5), max_tokens=1")
     assert_others_go_on(engine, ended(engine))
 
 
