@@ -11,6 +11,8 @@ from weft.display.summary import Summarized
 from weft.errors import ProgramError
 from weft.trees import axes, pytree
 
+_INSTEAD = "batch.per_token(...) of it, [num_tokens, ...]; its own tensor, [num_reqs, ...], is `.values`"
+
 
 @pytree
 @attrs.frozen(eq=False, repr=False)
@@ -35,10 +37,31 @@ class PerRequest(Summarized):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> NoReturn:
-        given = (f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in args)
-        call = f"{getattr(func, '__name__', func)}({', '.join(given)})"
-        instead = "batch.per_token(...) of it, [num_tokens, ...]; its own tensor, [num_reqs, ...], is `.values`"
-        raise ProgramError(call, "a PerRequest, whose values are of requests and not of tokens", instead)
+        _refuse(getattr(func, "__name__", str(func)), *args)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        seen = f"a PerRequest, whose values are of requests and not of tokens, has no attribute {name!r}"
+        raise AttributeError(f"{seen}: {_INSTEAD}" if hasattr(Tensor, name) else seen)
+
+    __hash__ = object.__hash__
+
+
+def _refuse(name: str, *args: Any) -> NoReturn:
+    """Refuse an operation of tensors."""
+    given = ", ".join(f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in args)
+    seen = "a PerRequest, whose values are of requests and not of tokens"
+    raise ProgramError(f"{name}({given})", seen, _INSTEAD)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    return lambda *args: _refuse(name, *args)
+
+
+for _name in (
+    *("__bool__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__getitem__", "__iter__", "__len__"),
+    *("__neg__", "__abs__", "__invert__", "__float__", "__int__", "__index__", "__contains__"),
+):  # what Python would answer by itself, or in other words
+    type.__setattr__(PerRequest, _name, _refused(_name))
 
 
 @pytree

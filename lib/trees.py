@@ -24,6 +24,8 @@ tree_unflatten = _pytree.tree_unflatten
 keystr = _pytree.keystr
 
 _AXES, _STATIC, _DESCRIPTOR = "weft.axes", "weft.static", "weft.descriptor"
+OF_THIS_PROCESS = {"weft.of_this_process": True}
+"""The metadata of a field whose value may differ from rank to rank."""
 _FIELDS = "__weft_fields__"
 
 

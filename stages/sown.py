@@ -13,6 +13,7 @@ from weft.arguments.checks import kind_of
 from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors, PerRequest, PerToken
+from weft.trees import OF_THIS_PROCESS
 
 
 @attrs.define
@@ -22,13 +23,13 @@ class SownNames:
 
     Args:
         num_stages: of the model's split.
-        captured: for the index of each stage that ran, the names that it captured.
+        captured: for the index of each stage that ran, the names that it captured in its last step.
         carried_in: the layer that carried each name.
     """
 
     num_stages: int
-    captured: dict[int, frozenset[str]] = attrs.field(factory=dict, init=False)
-    carried_in: dict[str, int] = attrs.field(factory=dict, init=False)
+    captured: dict[int, frozenset[str]] = attrs.field(factory=dict, metadata=OF_THIS_PROCESS)
+    carried_in: dict[str, int] = attrs.field(factory=dict, metadata=OF_THIS_PROCESS)
 
     def add(self, stage: int, sown: "Sown") -> None:
         """Add the names of a stage that ran.
@@ -36,7 +37,7 @@ class SownNames:
         Raises:
             ProgramError: another layer carries one of them; or all stages ran, and a declared name is missing.
         """
-        self.captured[stage] = self.captured.get(stage, frozenset()) | sown.values.keys()
+        self.captured[stage] = frozenset(sown.values)  # of this step: another one may be of another class
         for name, layer in sown.carried_in.items():
             if (first := self.carried_in.setdefault(name, layer)) != layer:
                 raise _carried_twice(name, first, layer)

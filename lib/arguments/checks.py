@@ -149,10 +149,13 @@ def other_signature(function: Callable[..., Any], count: int, *keywords: str) ->
     >>> def halved(x): ...
     >>> other_signature(halved, 1), other_signature(halved, 2), other_signature(halved, 1, "axis")
     (None, 'halved(x)', 'halved(x)')
+    >>> import torch
+    >>> other_signature(torch.nn.ReLU(), 1), other_signature(torch.nn.Linear, 2)  # a class is called to make one
+    (None, None)
     """
-    called = getattr(function, "forward", function)
+    called = function if isinstance(function, type) else getattr(function, "forward", function)
     try:
-        signature = inspect.signature(called)
+        signature = inspect.signature(called, follow_wrapped=False)
     except (TypeError, ValueError):
         return None
     try:

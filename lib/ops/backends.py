@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from weft.errors import DeviceError
+from weft.ops.attention import flashinfer
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.copies import how_launched, no_kernel
 from weft.ops.register import no_triton, triton_version
@@ -80,9 +81,12 @@ def _attention(kind: str) -> OpBackend:
     if own.name != "triton":
         return OpBackend("paged_attention", own.name, reason)
     lacks = BACKENDS["flashinfer"].missing(torch.device(kind))
-    auto = f"auto is this one; flashinfer lacks {lacks}" if lacks else "auto takes flashinfer's FA3, if compiled,"
-    measured_as = auto if lacks else f"{auto} for prompts of 2048 and more, where it was measured to be faster"
-    return OpBackend("paged_attention", f"triton {version}", f"{reason}; {measured_as}")
+    steps = "steps of more than 2048 tokens with 2048 a request, where it was measured to be faster"
+    here = torch.device(kind, torch.cuda.current_device()) if torch.cuda.is_available() else None
+    is_compiled = here is not None and flashinfer.has_fa3(here, torch.bfloat16, 128)
+    how = "compiled here" if is_compiled else "not compiled here"
+    auto = f"auto is this one; flashinfer lacks {lacks}" if lacks else f"auto takes flashinfer's FA3 ({how}) in {steps}"
+    return OpBackend("paged_attention", f"triton {version}", f"{reason}; {auto}")
 
 
 def _facts(backend: AttentionBackend) -> str:

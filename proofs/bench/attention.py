@@ -4,8 +4,8 @@
 
 Heads of 128 in bfloat16 on pages of 16, in the numbers of three models. A decode's figure is the share of the H200's
 copy bandwidth (4.27 TB/s) at which keys and values are read, over replays of a graph; only back ends that can be in one
-are timed. A step's figure is TFLOP/s of causal attention, without its plan, whose microseconds on the host stand beside
-it. `best` marks the fastest of a shape. Without a GPU tiny shapes run, only to show that it runs.
+are timed. A step's figure is TFLOP/s of causal attention. Neither has the plan, whose microseconds on the host stand
+beside it. `best` marks the fastest of a shape. Without a GPU tiny shapes run, only to show that it runs.
 """
 
 import argparse

@@ -15,7 +15,9 @@ TopLogprobs = dict[int, float]
 _REPLACEMENT = "\ufffd"
 """The character that a decoder writes for bytes that are not a character, or not yet."""
 _MAX_LENT = 1024
-"""The steps whose tensors a completion keeps for its part of them, before it copies that part."""
+_MAX_ROWS_LENT = 2**17
+"""The steps whose tensors a completion keeps for its part of them before it copies that part, and their tokens in all:
+a decode among prompts has one of thousands."""
 _MAX_HELD = 8
 """Tokens held back until a character is complete. A character has at most four bytes, so of more tokens than these all
 but the last three can be shown."""
@@ -78,8 +80,8 @@ def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 @attrs.define(eq=False)
 class _Captured:
-    """What was captured of the tokens `first:stop` of each of some steps. A decode's tokens have one place for many
-    steps, and so take no object each, which Python's garbage collection would walk."""
+    """What was captured of the tokens `first:stop` of each of some steps. A decode's token has the same place in many
+    steps: one entry covers them, so that the garbage collector has fewer objects to visit."""
 
     first: int
     stop: int
@@ -129,6 +131,7 @@ class CompletionState:
     _captured: list[_Captured] = attrs.field(factory=list, repr=False)
     _num_owned: int = 0  # of the first of these
     _num_lent: int = 0  # steps of the others, which are parts of whole steps' tensors
+    _rows_lent: int = 0  # tokens of these steps, those of other requests included
     _decoded: str = ""
     _stopped: bool = False
     _num_searched: int = 0  # leading characters without a stop text that ends the request
@@ -170,7 +173,8 @@ class CompletionState:
                 self._captured.append(_Captured(*place, [values]))
             self.num_captured += count - skipped
             self._num_lent += 1
-            if self._num_lent == _MAX_LENT:
+            self._rows_lent += len(next(iter(values.values())))
+            if self._num_lent == _MAX_LENT or self._rows_lent > _MAX_ROWS_LENT:
                 self._own_captured()
 
     def _own_captured(self) -> None:
@@ -179,7 +183,7 @@ class CompletionState:
         names = lent[0].steps[0]
         owned = {name: torch.cat([x for own in lent for x in own.values(name, 0, own.size)]) for name in names}
         self._captured[self._num_owned :] = [_Captured(0, sum(own.size for own in lent), [owned])]
-        self._num_owned, self._num_lent = self._num_owned + 1, 0
+        self._num_owned, self._num_lent, self._rows_lent = self._num_owned + 1, 0, 0
 
     @property
     def captured(self) -> dict[str, Tensor]:

@@ -220,8 +220,8 @@ class EngineLimits:
 
     Args:
         max_num_reqs: requests that run at once.
-        max_num_tokens: tokens per step, of which no more than 2,048 in a graph: more gain nothing from one. None:
-            8,192 on a GPU with 64 GiB or more, 2,048 elsewhere, and at least one for each request.
+        max_num_tokens: tokens per step; ragged steps of more than 2,048 run without a graph, from which they gain
+            nothing. None: 8,192 on a GPU with 64 GiB or more, 2,048 elsewhere, and at least one for each request.
         max_model_len: tokens per request, those to generate included, rounded up to whole pages; None: the model's
             number of positions, at most 4,096.
         page_size: tokens per page.
@@ -271,7 +271,8 @@ class EngineLimits:
         lens = (1,) if speculation is None else speculation.query_lens
         cohorts = self.num_cohorts or num_stages
         least = -(-self.max_num_reqs // cohorts)
-        tokens = self.max_num_tokens or transport.share(max(least, _num_tokens(model.device)))
+        usual = transport.share(max(least, _num_tokens(model.device)))  # on every rank, whatever it was given
+        tokens = self.max_num_tokens or usual
         check_values("weft.EngineLimits(...)", {"max_num_tokens": tokens_rule(least)}, {"max_num_tokens": tokens})
         budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs

@@ -15,10 +15,9 @@ from weft.errors import DeviceError, ProgramError
 from weft.ops.attention import flashinfer
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
-from weft.ops.register import operator
+from weft.ops.register import FLOATS, operator
 from weft.torchapi.private import storage_id
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from weft.trees import OF_THIS_PROCESS
 
 
 def _are(kind: Any) -> Callable[[Any], bool]:
@@ -38,7 +37,7 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def _nothing(device: torch.device) -> str:
+def _lacks_nothing(device: torch.device) -> str:
     return ""
 
 
@@ -56,9 +55,9 @@ class AttentionBackend:
             which returns `[T, H, D]`: the arguments of `paged_attention` without `k` and `v`, which are in the pages.
             In a graph it may not read values on the host; what does so is of capability `piecewise`.
             It writes to none of its arguments.
-        plan: of the same arguments, what the layers of a step share, worked out by the first of them: `attend` has it
-            as its last argument. It reads no values of `q` and `kv_pages`. Where `attend` runs inside a graph, so does
-            `plan`; between graphs both may read values on the host.
+        plan: a function of the same arguments. Its result is computed once per step, by the first layer, and passed to
+            `attend` as the last argument. It reads no values of `q` and `kv_pages`. Where `attend` runs inside a graph,
+            so does `plan`; between graphs both may read values on the host.
         capability: the graphs in which it can run, one of `CAPABILITIES`.
         devices, dtypes: what it runs on and in.
         head_dims, page_sizes: those that it has kernels for; empty: any.
@@ -82,8 +81,8 @@ class AttentionBackend:
     kv_dtypes: tuple[torch.dtype, ...] = ()
     windows: bool = True
     batch_invariant: bool = False
-    missing: Callable[[torch.device], str] = _nothing
-    handle: int = attrs.field(init=False, repr=False, factory=count().__next__)
+    missing: Callable[[torch.device], str] = _lacks_nothing
+    handle: int = attrs.field(init=False, repr=False, factory=count().__next__, metadata=OF_THIS_PROCESS)
 
     def __attrs_post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _RULES}
@@ -199,7 +198,7 @@ def _attend_outside(
 
 
 class _Plans(threading.local):
-    """The last plan of each back end and shape in this thread, and of which memory."""
+    """For each back end and shape, this thread's last plan, and the addresses of the tensors it was made from."""
 
     def __init__(self) -> None:
         self.made: dict[Any, tuple[Any, Any]] = {}
@@ -209,13 +208,13 @@ _PLANS = _Plans()
 
 
 def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
-    """The result of the back end with a handle. Without `begins` the plan is that of the call before, which was of the
-    same step if it was of the same memory."""
+    """The result of the back end with a handle. If `begins` is false, the last plan is used again, provided that its
+    tensors are at the same addresses; otherwise one is made."""
     *where, handle, begins = rest
     backend = _BY_HANDLE[handle]
     plan = list[Any]()
     if backend.plan is not None:
-        key = handle, q.device, q.shape[1:], kv_pages.shape[1:], *where[5:]
+        key = handle, q.device, q.shape[1:], kv_pages.shape[2:], kv_pages.dtype, *where[5:]
         memory = len(q), where[4], *(x.data_ptr() for x in where[:4])
         if begins or key not in _PLANS.made or _PLANS.made[key][0] != memory:
             _PLANS.made[key] = memory, backend.plan(q, kv_pages, *where)
@@ -251,8 +250,8 @@ FLASHINFER = AttentionBackend(
     flashinfer.plan,
     capability="uniform_single_token",
     devices=("cuda",),
-    dtypes=(torch.bfloat16, torch.float16),
-    head_dims=(64, 128, 256),
+    dtypes=flashinfer.DTYPES,
+    head_dims=flashinfer.HEAD_DIMS,
     page_sizes=(16, 32, 64, 128),
     missing=flashinfer.missing,
 )
@@ -262,16 +261,20 @@ OWN = {"cpu": REFERENCE, "cuda": TRITON}
 BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}
 """The back ends by name, for `weft.load(..., attention=name)`."""
 
-_LONG = 2048
+_LONG_STEP = 2048
+_LONG_PROMPT = 2048
 
 
 def faster_than_own(q: Tensor, kv_pages: Tensor, num_reqs: int, window: int) -> AttentionBackend | None:
     """The back end that was measured to be faster than the device's own for a step of `q` `[T, H, D]`; None: the own.
 
-    Only one is, for prompts of 2,048 tokens and more alone, in steps that are too long for graphs: FlashInfer's FA3, by
-    1.2 in TFLOP/s on an H200. It plans a step in 1 ms on the host, and is slower where decodes share the step. Our
-    kernel reads decodes as fast as XQA or faster (`python -m weft.proofs.bench.attention`).
+    Only one is: FlashInfer's FA3, in steps of more than 2,048 tokens, which have no graph, with 2,048 tokens a request
+    or more on average. On an H200 it is 1.15 to 1.39 times as fast at any prompts, and its plan takes the host 0.7 to
+    3.6 ms a step, which shorter prompts do not bring back. It is slower where many decodes share the step. Our kernel
+    takes 0.5 to 1.03 times as long as XQA for decodes alone (`python -m weft.proofs.bench.attention`).
     """
-    if not q.is_cuda or window or kv_pages.dtype != q.dtype or len(q) <= _LONG or len(q) < _LONG * num_reqs:
+    if not q.is_cuda or window or kv_pages.dtype != q.dtype:
+        return None
+    if len(q) <= _LONG_STEP or len(q) < _LONG_PROMPT * num_reqs:
         return None
     return FLASHINFER if flashinfer.has_fa3(q.device, q.dtype, q.shape[2]) else None

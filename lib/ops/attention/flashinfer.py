@@ -3,6 +3,7 @@ rest. The package is imported at the first call, so that weft works without it.
 """
 
 import functools
+import logging
 import threading
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# XQA keeps its semaphores, which must be zero, in the first 8 MiB of the workspace; behind them are the shares of a
+from weft.ops.attention import functional
+from weft.torchapi.private import is_differentiated
+
+_LOG = logging.getLogger("weft")
+DTYPES = torch.bfloat16, torch.float16
+HEAD_DIMS = 64, 128, 256
+
+# XQA keeps its semaphores, which must be zero, in the first 8 MiB of the workspace; after them come the shares of a
 # context that is split, one for each multiprocessor at most.
 _SEMAPHORES = 8 * 2**20
 _SHARES = 16 * 2**20
@@ -24,20 +32,28 @@ def missing(device: torch.device) -> str:
     """What the device lacks for FlashInfer's kernels, in words; empty: nothing."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python"
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (9, 0):
-        return "compute capability 9.0 or more"
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) != (9, 0):
+        return "compute capability 9.0, the only one on which weft has run it"
     return ""
 
 
 @functools.cache
 def has_fa3(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FA3 for prompts is there, compiled: FlashInfer would compile it at the first call, for minutes."""
-    if missing(device) or torch.cuda.get_device_capability(device) != (9, 0):
+    """Whether FA3 for prompts is there and loads: nobody asked for it, so that no fault of the package may be one of a
+    step, and FlashInfer would compile what is missing at the first call, for minutes."""
+    if dtype not in DTYPES or head_dim not in HEAD_DIMS or missing(device):
         return False
-    from flashinfer.jit.attention import gen_batch_prefill_module
-
     sizes = head_dim, head_dim, 0, False, False, False
-    return bool(gen_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, *sizes).is_compiled)
+    try:
+        from flashinfer.jit.attention import gen_batch_prefill_module
+
+        spec = gen_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, *sizes)
+        if spec.is_compiled:
+            spec.build_and_load()
+            return True
+    except Exception as error:
+        _LOG.warning("FlashInfer is not used, since its FA3 does not load: %s: %s", type(error).__name__, error)
+    return False
 
 
 @attrs.frozen(eq=False)
@@ -62,10 +78,10 @@ class PromptPlan:
     """What the layers of a step share that is planned on the host.
 
     Args:
-        wrapper: FlashInfer's, after `plan`; None: no request has a token.
-        rows: the tokens that it has as queries; None: the first `count`.
+        wrapper: FlashInfer's, after its `plan`; None if no request has a token.
+        rows: the tokens that it attends with; None if these are the first `count`.
         count: their number.
-        dead: the places of those whose result is 0; None: there are none.
+        dead: the places, among these tokens, of those whose result is 0; None if there are none.
     """
 
     wrapper: Any
@@ -86,18 +102,23 @@ def plan(
     window: int,
 ) -> DecodePlan | PromptPlan:
     """The plan of `AttentionBackend`."""
-    if max_query_len == 1 and len(q) == len(seq_lens):
-        return _plan_decode(q, slot_mapping, block_table, seq_lens)
-    queries = _read_queries(slot_mapping, query_start_loc, seq_lens)
-    return _plan_prompts(q, kv_pages, block_table, queries, scale, window)
+    with torch.cuda.device_of(q):
+        if max_query_len == 1 and len(q) == len(seq_lens):
+            return _plan_decode(q, slot_mapping, block_table, seq_lens)
+        queries = _read_queries(slot_mapping, query_start_loc, seq_lens)
+        return _plan_prompts(q, kv_pages, block_table, queries, scale, window)
 
 
 def attend(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     """The function of `AttentionBackend`."""
-    *_, scale, window, planned = rest
-    if isinstance(planned, DecodePlan):
-        return _decode(q, kv_pages, scale, window, planned)
-    return _prompts(q, kv_pages, planned)
+    *where, planned = rest
+    *_, scale, window = where
+    if is_differentiated(q) or is_differentiated(kv_pages):  # its kernels have no derivative
+        return functional.attend(q, None, None, kv_pages, *where)
+    with torch.cuda.device_of(q):  # a launch goes to the current device
+        if isinstance(planned, DecodePlan):
+            return _decode(q, kv_pages, scale, window, planned)
+        return _prompts(q, kv_pages, planned)
 
 
 def _plan_decode(q: Tensor, slot_mapping: Tensor, block_table: Tensor, seq_lens: Tensor) -> DecodePlan:
@@ -163,7 +184,7 @@ def _read_queries(slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tenso
 
 
 class _Wrappers(threading.local):
-    """This thread's wrappers, by device, shape and window, and their workspaces by device."""
+    """This thread's wrappers, by device and by all that a plan is made for except lengths; workspaces by device."""
 
     def __init__(self) -> None:
         self.of: dict[Any, Any] = {}
@@ -186,7 +207,7 @@ def _plan_prompts(
         rows = _ranges(queries.starts, counts)
     places = queries.dead if rows is None else np.searchsorted(rows, queries.dead)
     entries = _ranges(queries.requests.astype(np.int64) * block_table.shape[1], used)
-    wrapper = _wrapper(device, heads, kv_heads, dim, window)
+    wrapper = _wrapper(device, heads, kv_heads, dim, window, page_size, scale, q.dtype)
     wrapper.plan(
         torch.from_numpy(bounds),
         torch.from_numpy(pages),
@@ -207,7 +228,7 @@ def _plan_prompts(
     return PromptPlan(wrapper, on_device[0], int(bounds[-1]), on_device[1])
 
 
-def _wrapper(device: torch.device, *shape: int) -> Any:
+def _wrapper(device: torch.device, *shape: Any) -> Any:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     own = _WRAPPERS

@@ -1,11 +1,13 @@
 """The back end of FlashInfer: its arguments, to functions that stand for the package's by their documentation, and the
 package itself on a GPU."""
 
+import logging
 import sys
 import types
 from importlib.util import find_spec
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -152,8 +154,68 @@ def test_auto_takes_it_for_a_long_prompt() -> None:
     torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=0.02, atol=0.05)
 
 
-def test_only_long_prompts_on_a_gpu_are_not_for_the_devices_own() -> None:
-    assert faster_than_own(torch.zeros(5000, 2, 128), torch.zeros(2, 1, 16, 2, 128), 1, 0) is None
+@attrs.frozen
+class OnAGpu:
+    """What the choice looks at of queries, as if they were on a GPU."""
+
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    is_cuda: bool = True
+    device: str = "cuda"
+    shape: tuple[int, ...] = (1, 1, 128)
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "window", "kv_dtype", "is_chosen"),
+    [
+        (2049, 1, 0, torch.bfloat16, True),
+        (8192, 4, 0, torch.bfloat16, True),
+        (2048, 1, 0, torch.bfloat16, False),  # a step of this size has a graph
+        (8191, 4, 0, torch.bfloat16, False),
+        (8192, 16, 0, torch.bfloat16, False),
+        (8192, 1, 512, torch.bfloat16, False),
+        (8192, 1, 0, torch.float8_e4m3fn, False),
+    ],
+)
+def test_auto_takes_it_for_long_prompts_alone(
+    tokens: int, requests: int, window: int, kv_dtype: torch.dtype, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.ops.attention.flashinfer.has_fa3", lambda *_: True)
+    pages: Any = torch.zeros(2, 1, 16, 1, 128, dtype=kv_dtype)
+    q: Any = OnAGpu(tokens)
+    assert faster_than_own(q, pages, requests, window) is (FLASHINFER if is_chosen else None)
+    assert faster_than_own(attrs.evolve(q, is_cuda=False), pages, requests, window) is None
+
+
+def test_no_other_dtype_or_head_asks_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.ops.attention.flashinfer.missing", lambda _: pytest.fail("it was asked"))
+    assert not has_fa3(torch.device("cuda", 0), torch.float32, 128)
+    assert not has_fa3(torch.device("cuda", 0), torch.bfloat16, 80)
+
+
+def test_a_package_that_does_not_load_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weft.ops.attention.flashinfer.missing", lambda _: "")
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.attention", None)
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert not has_fa3(torch.device("cuda", 7), torch.float16, 64)
+    assert "FlashInfer is not used, since its FA3 does not load" in caplog.text
+
+
+@pytest.mark.parametrize("longest", [1, 2])
+def test_a_derivative_goes_through_torch(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    case = draw_case(Shape((Request(5, longest), Request(2, longest)), page_size=16))
+    q, _, _, _, *where = case.args
+    q = q.clone().requires_grad_()
+    out = FLASHINFER(longest if longest == 1 else None, q, case.pages, *where)
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.abs().sum() > 0
 
 
 def test_without_the_package_or_a_gpu_it_says_so() -> None:

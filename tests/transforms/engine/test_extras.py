@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
 from weft.errors import ProgramError, RequestError
+from weft.outputs import PerRequest
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
@@ -168,6 +169,29 @@ def test_values_of_requests_are_not_taken_for_those_of_tokens(
     with pytest.raises(ProgramError, match=text) as found:
         runner.step(runner.params, state, Batch.ragged(range(len(prompts)), prompts))
     assert any("batch.extras has 'vector'" in note for note in found.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        bool,
+        len,
+        float,
+        lambda x: x == 0,
+        lambda x: x != 0,
+        lambda x: x > 0,
+        lambda x: x[0],
+        lambda x: -x,
+        lambda x: [*x],
+        lambda x: 0 in x,
+    ],
+)
+def test_python_answers_nothing_in_its_place(use: Callable[[Any], Any]) -> None:
+    """An object without these is true, equals itself alone, and raises errors that know no remedy."""
+    with pytest.raises(ProgramError, match=r"batch.per_token\(...\) of it"):
+        use(PerRequest(torch.zeros(2)))
+    with pytest.raises(AttributeError, match=r"batch.per_token\(...\) of it"):
+        PerRequest(torch.zeros(2)).float()
 
 
 WRONG = [

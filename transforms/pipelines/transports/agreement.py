@@ -22,6 +22,7 @@ import torch
 
 from weft.errors import ProgramError
 from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.trees import OF_THIS_PROCESS
 
 SAME = "the same code, configuration and batches on every rank: batches by a pure function of what all know"
 _SAME_CALLS = "the same calls with the same arguments, in the same order, on every rank"
@@ -252,8 +253,8 @@ def _inside(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         yield from (part for item in value.items() for part in item)
     elif attrs.has(type(value)):
-        # What is no argument follows from those that are, or is found at run time.
-        yield from (getattr(value, field.name, None) for field in attrs.fields(type(value)) if field.init)
+        fields = (field for field in attrs.fields(type(value)) if not field.metadata.keys() & OF_THIS_PROCESS.keys())
+        yield from (getattr(value, field.name, None) for field in fields)
     if isinstance(call := inspect.getattr_static(type(value), "__call__", None), FunctionType):
         yield call
 

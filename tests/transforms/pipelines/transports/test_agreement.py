@@ -1,11 +1,13 @@
 """Ranks whose decisions differ are detected, by name, before any of them returns."""
 
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 
@@ -22,8 +24,10 @@ from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
+from weft.trees import OF_THIS_PROCESS
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 
@@ -65,6 +69,36 @@ def test_what_advances_is_compared_too(how: str) -> None:
     with pytest.raises(ProgramError, match=r"saw: 'advance: .*', where rank 0 has 'advance: <lambda> \w{12}'") as error:
         launch(advancing, 2, how)
     assert ("'advance: none'" in error.value.seen) == (how == "none")
+
+
+def _one_more(x: Any) -> Any:
+    return x + 1
+
+
+def _twice(x: Any) -> Any:
+    return 2 * x
+
+
+@attrs.frozen
+class OfTheRank:
+    """A stage whose function follows from no argument."""
+
+    f: Any = attrs.field(init=False)
+    _seen: dict[str, int] = attrs.field(factory=dict, init=False, metadata=OF_THIS_PROCESS)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "f", _one_more if os.environ.get("OF_THE_RANK") else _twice)
+
+    def __call__(self, x: Any) -> Any:
+        return self.f(x)
+
+
+def test_what_is_no_argument_is_compared_but_for_what_a_process_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = OfTheRank(), OfTheRank()
+    second._seen["calls"] = 3
+    assert source_digest("stage 0", first) == source_digest("stage 0", second)
+    monkeypatch.setenv("OF_THE_RANK", "1")
+    assert source_digest("stage 0", first) != source_digest("stage 0", OfTheRank())
 
 
 def test_ranks_that_dispatch_alike_agree() -> None:

@@ -59,6 +59,10 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "limits": ({"limits": EngineLimits(max_num_reqs=3, max_model_len=32)}, "'max_num_reqs: 3', where rank 0 has '"),
+    "tokens per step": (
+        {"limits": EngineLimits(max_num_reqs=4, max_model_len=32, max_num_tokens=64)},
+        "'max_num_tokens: 64', where rank 0 has 'max_num_tokens: 2048'",
+    ),
     "engine seed": ({"seed": 4}, "'seed: 4', where rank 0 has 'seed: 3'"),
     "mode": ({"graph": "full"}, "'graph: full', where rank 0 has 'graph: none'"),
     "speculation": ({"speculation": Speculation(2, ngram=(1, 2))}, "'query_lens: (1, 2, 3)'"),
