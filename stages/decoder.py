@@ -54,7 +54,7 @@ from weft.stages.head import finish, read_at, verify
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
-from weft.stages.sown import Sown, SownNames, at_layer, sowing
+from weft.stages.sown import SownNames, at_layer, carried_on, sowing
 from weft.state import State, resolve
 
 _NOTHING = nullcontext()
@@ -135,7 +135,7 @@ def decoder_stage(
         if pages is not state.kv_pages:
             state = attrs.evolve(state, kv_pages=pages)
         if functions.carries:
-            state = _carried(name, state, resolved, sown)
+            state = carried_on(name, state, resolved, sown)
         if not layout.last:
             names.add(layout.index, sown)
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
@@ -171,15 +171,6 @@ def _check_call(
     else:
         return
     raise kind(f"{name}(params, state, batch, x)", seen, instead)
-
-
-def _carried(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> State:
-    """The state with what the batch's requests carry on from this stage."""
-    if state.carried is None:
-        instead = "a state of this model: make_state(model, ...), or Carried.of(model.functions.carries, ...)"
-        raise ProgramError(f"{name}(params, state, batch, x)", "a state without `carried`", instead)
-    carried = state.carried.write(batch, state.kv_pages.shape[3], sown.carried)
-    return state if carried is state.carried else attrs.evolve(state, carried=carried)
 
 
 def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:

@@ -282,7 +282,7 @@ def blamed_on(function: str, given: ResolvedBatch | Mapping[str, Tensor]) -> Ite
             names = {"extras": given}
         parts = [f"{kind} has {', '.join(map(repr, own))}" for kind, own in names.items() if own]
         if not parts and isinstance(error, KeyError):
-            parts = [f"there is no name in {', '.join(names)}: model.with_stages(...) declares them"]
+            parts = [f"{', '.join(names)} are empty: declare names with model.with_stages(...)"]
         return f"in {function} of with_stages(...){'; ' * bool(parts)}{', '.join(parts)}"
 
     with noted(note):

@@ -95,8 +95,13 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights, and of the KV cache unless there is a `kv_dtype`."""
+        """The dtype of the weights."""
         return self.params.layers[0].input_layernorm.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of the KV cache."""
+        return self.kv_dtype or self.dtype
 
     @property
     def weights(self) -> str:
@@ -119,7 +124,7 @@ class Model:
             **{f"config.{name}": str(own) for name, own in fields.items()},
             "weights": self.weights,
             "stages": stages,
-            "kv_dtype": f"{self.kv_dtype or self.dtype}",
+            "kv_dtype": f"{self.cache_dtype}",
         }
 
     def with_stages(

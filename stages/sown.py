@@ -13,6 +13,7 @@ from weft.arguments.checks import kind_of
 from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors, PerRequest, PerToken
+from weft.state import State
 from weft.trees import OF_THIS_PROCESS
 
 
@@ -23,12 +24,12 @@ class SownNames:
 
     Args:
         num_stages: of the model's split.
-        captured: for the index of each stage that ran, the names that it captured in its last step.
+        last: for the index of each stage that ran, the names that it captured, and carried, in its last step.
         carried_in: the layer that carried each name.
     """
 
     num_stages: int
-    captured: dict[int, frozenset[str]] = attrs.field(factory=dict, metadata=OF_THIS_PROCESS)
+    last: dict[int, tuple[frozenset[str], frozenset[str]]] = attrs.field(factory=dict, metadata=OF_THIS_PROCESS)
     carried_in: dict[str, int] = attrs.field(factory=dict, metadata=OF_THIS_PROCESS)
 
     def add(self, stage: int, sown: "Sown") -> None:
@@ -37,15 +38,15 @@ class SownNames:
         Raises:
             ProgramError: another layer carries one of them; or all stages ran, and a declared name is missing.
         """
-        self.captured[stage] = frozenset(sown.values)  # of this step: another one may be of another class
+        self.last[stage] = frozenset(sown.values), frozenset(sown.carried)
         for name, layer in sown.carried_in.items():
             if (first := self.carried_in.setdefault(name, layer)) != layer:
                 raise _carried_twice(name, first, layer)
-        if len(self.captured) < self.num_stages:
+        if len(self.last) < self.num_stages:
             return
-        found = {"captures": frozenset().union(*self.captured.values()), "carries": self.carried_in}
-        for verb, option, declared in (("sow", "captures", sown.captures), ("carry", "carries", sown.carries)):
-            if missing := [name for name in declared if name not in found[option]]:
+        kinds = ("sow", "captures", sown.captures), ("carry", "carries", sown.carries)
+        for (verb, option, declared), by_stage in zip(kinds, zip(*self.last.values(), strict=True), strict=True):
+            if missing := [name for name in declared if not any(name in found for found in by_stage)]:
                 seen = f"no function that calls weft.stages.{verb}({missing[0]!r}, value)"
                 instead = f"leave it out, or {verb} it"
                 raise ProgramError(f"with_stages({option}={{{missing[0]!r}: ...}})", seen, instead)
@@ -129,6 +130,15 @@ class Sown:
                 shape = self.num_tokens, *example.shape
                 found = {**found, name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device))}
         return found
+
+
+def carried_on(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> State:
+    """The state with what the batch's requests carry on from this stage."""
+    if state.carried is None:
+        instead = "a state of this model: make_state(model, ...), or Carried.of(model.functions.carries, ...)"
+        raise ProgramError(f"{name}(params, state, batch, x)", "a state without `carried`", instead)
+    carried = state.carried.write(batch, state.kv_pages.shape[3], sown.carried)
+    return state if carried is state.carried else attrs.evolve(state, carried=carried)
 
 
 _SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)

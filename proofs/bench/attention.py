@@ -30,7 +30,7 @@ HEADS = {"llama-3.1-8b": (32, 8), "qwen3-0.6b": (16, 8), "qwen3-30b-a3b": (32, 4
 CONTEXTS = (256, 1024, 4096, 16384, 32768)
 REQUESTS = (1, 8, 32, 128, 256)
 MOST_POSITIONS = 2**21
-"""Of a decode: contexts of more in all are left out."""
+"""Decodes whose contexts have more positions than this in all are left out."""
 STEPS = {
     "16 x 512": ((0, 512),) * 16,
     "4 x 2048": ((0, 2048),) * 4,

@@ -44,6 +44,14 @@ def _of_the_step_before(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     return _BY_HANDLE(q, kv_pages, *where, False)
 
 
+_CALL = AttentionBackend.__call__
+
+
+def _with_kept_plans(self: AttentionBackend, query_len: int | None, *args: Any, plans: Any = None) -> Tensor:
+    """The plan of a step is that of each later one of the same shapes."""
+    return _CALL(self, query_len, *args, plans=vars(_with_kept_plans).setdefault("plans", {}))
+
+
 def _in_any_graph(self: AttentionBackend, query_len: int | None) -> bool:
     """A back end runs inside of every graph, whatever it declares."""
     return True
@@ -59,6 +67,11 @@ ATTENTION = (
         "a step has the plan of the one before it",
         _ATTENDED,
         replace(_BACKENDS, "attend_by_handle", _of_the_step_before),
+    ),
+    Mutant(
+        "a plan is kept outside of its step",
+        _ATTENDED,
+        partial(mock.patch.object, AttentionBackend, "__call__", _with_kept_plans),
     ),
     Mutant(
         "a back end is in every graph, whatever it declares",

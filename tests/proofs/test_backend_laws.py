@@ -24,12 +24,15 @@ from weft.transforms.engine.step import graph_step, model_ladder
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_map
 
+LACKS = BACKENDS["flashinfer"].missing(torch.device("cuda"))
+NEEDS_FLASHINFER = pytest.mark.skipif(bool(LACKS), reason=f"FlashInfer needs {LACKS}")
+ON_A_GPU = {"triton": [], "torch": [], "flashinfer": [NEEDS_FLASHINFER]}
 CASES = [
     pytest.param("reference", "cpu", id="reference"),
     pytest.param("torch", "cpu", id="torch"),
     *(
-        pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
-        for name in ("triton", "torch", "flashinfer")
+        pytest.param(name, "cuda", id=f"{name}-cuda", marks=[pytest.mark.gpu, *marks])
+        for name, marks in ON_A_GPU.items()
     ),
 ]
 
@@ -107,9 +110,6 @@ def check_padding(scenario: OfBackend, device: str) -> None:
 @pytest.mark.parametrize(("name", "device"), CASES)
 @pytest.mark.parametrize("law", [check_modes, check_padding], ids=["L1-L5-L7", "L2"])
 def test_laws_of_a_back_end(law: Any, name: str, device: str) -> None:
-    if missing := BACKENDS[name].missing(torch.device(device)):
-        pytest.skip(f"this machine lacks {missing}")
-
     @settings(max_examples=20 if device == "cuda" else 10)
     @given(of_backend(name))
     def check(scenario: OfBackend) -> None:

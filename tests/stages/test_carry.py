@@ -156,20 +156,24 @@ def test_a_wrong_carry_is_named(model: Model, call: Callable[[Model], Any], text
 
 
 @pytest.mark.parametrize("pipeline", [1, 3])
-def test_what_is_sown_in_some_steps_only_is_refused(model: Model, pipeline: int) -> None:
-    """Its other steps would have zeros."""
+@pytest.mark.parametrize(("verb", "option"), [(sow, "captures"), (carry, "carries")])
+def test_what_is_sown_or_carried_in_some_steps_only_is_refused(
+    model: Model, verb: Callable[[str, Tensor], None], option: str, pipeline: int
+) -> None:
+    """The other steps would have zeros, and hand on an old value."""
 
     def of_prompts(layer: Any) -> Any:
         def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             if batch.descriptor.query_len is None:
-                sow("a", hidden)
+                verb("a", hidden)
             return hidden, kv_pages
 
         return run
 
-    own = model.with_stages(layers={0: of_prompts}, captures={"a": torch.zeros(model.config.hidden_size)})
-    with pytest.raises(ProgramError, match=r"no function that calls weft.stages.sow\('a', value\)"):
+    declared: Any = {option: {"a": torch.zeros(model.config.hidden_size)}}
+    own = model.with_stages(layers={0: of_prompts}, **declared)
+    with pytest.raises(ProgramError, match=rf"no function that calls weft.stages.{verb.__name__}\('a', value\)"):
         generate(own, ["A list is"], max_tokens=3, pipeline=pipeline, graph="none")
 
 

@@ -1,7 +1,6 @@
 """`weft.generate` and transformers' own generation side by side, on models with drawn configurations."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from weft.transforms.engine.setup import make_executor
 from weft.transforms.engine.step import Work
 
 # By name, since the package's function `generate` hides the module of that name.
-generate_module = import_module("weft.transforms.engine.generate")
 
 PIPELINES = (1, 2, 3)
 TOLERANCE = 1e-4
@@ -164,7 +162,7 @@ def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, *
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "make_executor", keeping_logits)
-        patch.setattr(generate_module, "MAX_NUM_TOKENS", budget)
+        patch.setattr("weft.transforms.engine.options._num_tokens", lambda _: budget)
         completions = weft.generate(model, prompts, **options)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for work, out in kept[0].steps:

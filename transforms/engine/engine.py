@@ -17,7 +17,7 @@ from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.executor import Executor, FinishedWork, PendingResults, StepGuard, StepResult, capture_all
 from weft.transforms.engine.inputs import Mask, RequestBuilder
-from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine
+from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
@@ -86,8 +86,7 @@ class Engine:
         self.num_logprobs = num_logprobs
         if speculation is not None:
             speculation.check(call, model, 0 in self.transport.ranks(pipeline))
-        lens = (1,) if speculation is None else speculation.query_lens
-        graph = mode_within(call, graph, lens, model.functions.capability)  # once, with one warning
+        graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)  # once, with one warning
         named = dict(adapters or {})
         self._weights = make_weights(model, pipeline, self.transport, named, speculation)
 
@@ -96,20 +95,18 @@ class Engine:
             return make_executor(*own, num_logprobs=num_logprobs, backend=backend)
 
         self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation, executor)
-        budget = self.limits.budget
         own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._builder = RequestBuilder(model, num_logprobs, own_seed, {name: slot for slot, name in enumerate(named)})
-        self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
+        self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
         self._executor = executor(self.limits)
         self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size)
-        self._counts = Counts(engine_ladder(graph, budget, len(named), model.functions))
+        self._counts = Counts(engine_ladder(graph, self.limits.budget, len(named), model.functions))
         self._pending: deque[PendingResults] = deque()
         self._failed: list[RequestOutput] = []
         self._num_added = 0
         self._guard = StepGuard("engine.step()")
         self._is_distributed = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, self._is_distributed)
-        self._check = self.transport.check if self._is_distributed else None
         self._assert_equal = self.transport.assert_equal if self._is_distributed else None
         if self._assert_equal is not None:
             assert_same_engines(self._assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
@@ -321,7 +318,7 @@ class Engine:
     def _read(self, pending: PendingResults) -> list[RequestOutput]:
         """Wait for results, and hand each request its tokens."""
         outputs: dict[str, RequestOutput] = {}
-        for work, result in pending.wait(self._check):
+        for work, result in pending.wait(self.transport.check if self._is_distributed else None):
             if result is None or not work.feeds:
                 continue
             self._outputs.append_per_token(work, result)

@@ -34,8 +34,6 @@ _RULES: dict[str, Rule] = {
 }
 MAX_NUM_REQS = 256
 """The most completions that run at once; others wait."""
-MAX_NUM_TOKENS: int | None = None
-"""The most tokens per step; longer prompts go in chunks."""
 
 
 @attrs.frozen
@@ -209,7 +207,7 @@ def generate(
     once = {id(each): each for each in adapters if each is not None}
     named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # the same names on every rank
     names = dict(zip(once, named, strict=True))
-    limits = _limits(model, encoded, params, max_tokens, pipeline)
+    limits = _limits(model, encoded, params, max_tokens)
     engine = Engine(
         model,
         limits,
@@ -262,14 +260,12 @@ def _limits(
     prompts: Sequence[Sequence[int] | EmbedsPrompt],
     params: Sequence[SamplingParams],
     max_tokens: int,
-    stages: int,
 ) -> EngineLimits:
     """Limits with rows for all completions, up to `MAX_NUM_REQS`."""
     rows = min(sum(each.n for each in params), MAX_NUM_REQS)
     longest = min(max(map(len, prompts)) + max_tokens, model.config.max_position_embeddings)
-    tokens = None if MAX_NUM_TOKENS is None else max(MAX_NUM_TOKENS, -(-rows // stages))
     size = model.functions.page_size
-    return EngineLimits(max_num_reqs=rows, max_num_tokens=tokens, max_model_len=longest, page_size=size)
+    return EngineLimits(max_num_reqs=rows, max_model_len=longest, page_size=size)
 
 
 def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int] | EmbedsPrompt]:

@@ -34,10 +34,9 @@ than their size, graphs were found to take up to a fifth more."""
 _CPU_BYTES = 2**30
 """The most that the KV cache takes on a CPU."""
 _MAX_CONTEXT = 4096
-_LARGE_GPU = 64 * 2**30
-_NUM_TOKENS = {"a large GPU": 8192, "elsewhere": 2048}
-"""The most tokens of a step where nobody says it. Prompts are faster in large steps, and decodes that share them wait
-longer."""
+_NUM_TOKENS, _NUM_TOKENS_OF_A_LARGE_GPU, _LARGE_GPU = 2048, 8192, 64 * 2**30
+"""The most tokens of a step where nobody says it; that of a GPU with as many bytes or more. Prompts are faster in large
+steps, and decodes that share them wait longer."""
 _LIMIT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
     **dict.fromkeys(("max_num_tokens", "max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
@@ -50,7 +49,7 @@ _MAX_NUM_TOKENS = 1024
 
 def _num_tokens(device: torch.device) -> int:
     is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
-    return _NUM_TOKENS["a large GPU" if is_large else "elsewhere"]
+    return _NUM_TOKENS_OF_A_LARGE_GPU if is_large else _NUM_TOKENS
 
 
 def _is_range(value: Any) -> bool:
@@ -213,6 +212,11 @@ class Speculation:
         return _page_bytes(self.model, len(self.model.params.layers), page_size)
 
 
+def query_lens(speculation: Speculation | None) -> tuple[int, ...]:
+    """The tokens that a request may have in a uniform step."""
+    return (1,) if speculation is None else speculation.query_lens
+
+
 @names_arguments(**LIMITS)
 @attrs.frozen(kw_only=True)
 class EngineLimits:
@@ -268,13 +272,12 @@ class EngineLimits:
         model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
         length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
-        lens = (1,) if speculation is None else speculation.query_lens
         cohorts = self.num_cohorts or num_stages
         least = -(-self.max_num_reqs // cohorts)
         usual = transport.share(max(least, _num_tokens(model.device)))  # on every rank, whatever it was given
         tokens = self.max_num_tokens or usual
         check_values("weft.EngineLimits(...)", {"max_num_tokens": tokens_rule(least)}, {"max_num_tokens": tokens})
-        budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, lens)
+        budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation))
         most = max_pages * self.max_num_reqs
         small = ResolvedLimits(budget, 1, self.page_size, speculation)
         if self.num_pages is not None:
@@ -314,12 +317,12 @@ def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
     """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]."""
     config = model.config
     shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
-    return torch.zeros(shape, dtype=model.kv_dtype or model.dtype, device=model.device)
+    return torch.zeros(shape, dtype=model.cache_dtype, device=model.device)
 
 
 def _page_bytes(model: Model, num_layers: int, page_size: int) -> int:
     config = model.config
-    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * (model.kv_dtype or model.dtype).itemsize
+    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.cache_dtype.itemsize
 
 
 def _fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:

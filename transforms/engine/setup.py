@@ -64,7 +64,7 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLi
         max_pages=limits.budget.max_pages + spare,
         page_size=limits.page_size,
         extras=model.functions.extras,
-        dtype=model.kv_dtype or model.dtype,
+        dtype=model.cache_dtype,
         device=model.device,
     )
     if is_recomputed:
@@ -266,7 +266,7 @@ def make_state(
         max_pages=max(counts),
         page_size=page_size,
         extras=model.functions.extras,
-        dtype=model.kv_dtype or model.dtype,
+        dtype=model.cache_dtype,
         device=model.device,
     )
     rows = range(len(lengths))

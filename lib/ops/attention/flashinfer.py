@@ -29,7 +29,7 @@ _WORKSPACE = 128 * 2**20
 
 
 def missing(device: torch.device) -> str:
-    """What the device lacks for FlashInfer's kernels, in words; empty: nothing."""
+    """What FlashInfer's kernels need and the device does not have, in words; an empty text if it has everything."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python"
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) != (9, 0):
@@ -58,13 +58,13 @@ def has_fa3(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 @attrs.frozen(eq=False)
 class DecodePlan:
-    """What the layers of a decode share: arguments that kernels may read whole, and memory.
+    """The plan of a decode: arguments in which XQA finds nothing invalid, padding included, and memory for it.
 
     Args:
-        table: the block table, with a valid page where nothing is read.
-        lengths: the contexts, 1 where there is none.
+        table: the block table, with page 0 for padded requests.
+        lengths: the length of each context, 1 for padded requests.
         dead: [num_tokens] bool, the tokens whose result is 0.
-        workspace: for XQA.
+        workspace: XQA's semaphores and partial results.
     """
 
     table: Tensor
@@ -75,7 +75,7 @@ class DecodePlan:
 
 @attrs.frozen(eq=False)
 class PromptPlan:
-    """What the layers of a step share that is planned on the host.
+    """The plan of a step with prompts, made on the host.
 
     Args:
         wrapper: FlashInfer's, after its `plan`; None if no request has a token.
@@ -90,23 +90,13 @@ class PromptPlan:
     dead: Tensor | None
 
 
-def plan(
-    q: Tensor,
-    kv_pages: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int,
-) -> DecodePlan | PromptPlan:
+def plan(q: Tensor, kv_pages: Tensor, *where: Any) -> DecodePlan | PromptPlan:
     """The plan of `AttentionBackend`."""
+    slots, table, starts, lengths, longest, scale, window = where
     with torch.cuda.device_of(q):
-        if max_query_len == 1 and len(q) == len(seq_lens):
-            return _plan_decode(q, slot_mapping, block_table, seq_lens)
-        queries = _read_queries(slot_mapping, query_start_loc, seq_lens)
-        return _plan_prompts(q, kv_pages, block_table, queries, scale, window)
+        if longest == 1 and len(q) == len(lengths):
+            return _plan_decode(q, slots, table, lengths)
+        return _plan_prompts(q, kv_pages, table, _read_queries(slots, starts, lengths), scale, window)
 
 
 def attend(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:

@@ -1,9 +1,8 @@
 """The CUDA implementation of `weft::paged_attention`, in Triton: three kernels whose launches depend on shapes alone.
 
 1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they are there already.
-2. `attend_kernel`, one program for a block of queries of one request, a key head, and a share (split) of the context:
-   softmax attention over one tile of keys at a time, with a running maximum and sum (FlashAttention-2, Dao 2023,
-   algorithm 1). The heads that share a key head are rows of one matrix, so that each key is loaded once for all.
+2. `attend_kernel`, one program for a block of queries of one request, a key head, and a share (split) of the context
+   (`weft.ops.attention.block_triton`). Decodes among prompts have a block of few rows.
 3. `combine_kernel` of `weft.ops.attention.output_triton`, only if the context was split, for batches of few short
    queries (flash-decoding, Dao et al. 2023): rescales and adds the shares.
 
@@ -25,11 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.attention.block_triton import attend_block
 from weft.ops.attention.launch import plan_launch
-from weft.ops.attention.output_triton import combine_kernel, store_heads, zero_tokens
+from weft.ops.attention.output_triton import combine_kernel, zero_tokens
 from weft.ops.blocks_triton import TRITON_DTYPES, clamp_to_fp8
 from weft.ops.fp8 import empty_quantized
-from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.tiles import power_of_two
 
@@ -147,170 +147,17 @@ def attend_kernel(
     own = request, start, query_len, seq_len
     FEW: tl.constexpr = 0 if ONE_BLOCK else 16 // GROUP
     if FEW and query_len <= FEW:  # a decode among prompts
-        _attend_block(
+        attend_block(
             q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
             stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, SPLITS, WINDOW,
             ONE_BLOCK, QUANTIZE,
         )  # fmt: skip
     else:
-        _attend_block(
+        attend_block(
             q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
             stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SPLITS, WINDOW,
             ONE_BLOCK, QUANTIZE,
         )  # fmt: skip
-
-
-@triton.jit
-def _attend_block(
-    q,
-    kv_pages,
-    slot_mapping,
-    block_table,
-    shares,
-    maxima,
-    sums,
-    scales,
-    own,
-    block,
-    values,
-    stride_q,
-    stride_table,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-):
-    """`attend_kernel` for a block of a request's queries; `own` is the request, its first token, its numbers of tokens
-    and of positions."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    request, start, query_len, seq_len = own
-    row = tl.arange(0, ROWS)
-    query = block * QUERIES + row // GROUP
-    token = (start + query).to(tl.int64)
-    inside = (row < QUERIES * GROUP) & (query < query_len)
-    live = inside & (query < seq_len)  # of padding seq_len is 0
-    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
-    # Tiles end with the last live row's context: later slots are not reached, and may hold NaN.
-    position = tl.where(live, seq_len - query_len + query, -1)
-    first = 0
-    if WINDOW:  # the tile of the first key that any of them sees
-        oldest = tl.min(tl.where(live, position, seq_len), axis=0) - WINDOW + 1
-        first = tl.maximum(oldest, 0) // KEYS * KEYS
-    lo, hi = _share(first, tl.max(position, axis=0) + 1, KEYS, SPLITS)
-
-    head = tl.program_id(1) * GROUP + row % GROUP
-    dim = tl.arange(0, DIMS)
-    mask = live[:, None] & (dim < DIM)[None, :]
-    queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
-    table = block_table + request.to(tl.int64) * stride_table
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    s = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    if not ONE_BLOCK:  # tiles that all queries see whole need no mask
-        seen = tl.maximum(tl.min(tl.where(live, position, hi - 1), axis=0) + 1, lo)
-        whole = lo + (seen - lo) // KEYS * KEYS
-        if WINDOW:
-            edge = tl.minimum(lo + tl.cdiv(tl.maximum(hi - WINDOW - lo, 0), KEYS) * KEYS, whole)
-            m, s, acc = _attend_tiles(
-                m, s, acc, queries, position, kv_pages, values, table, lo, edge, scale,
-                KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
-            )  # fmt: skip
-            lo = edge
-        m, s, acc = _attend_tiles(
-            m, s, acc, queries, position, kv_pages, values, table, lo, whole, scale,
-            KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, False,
-        )  # fmt: skip
-        lo = whole
-    m, s, acc = _attend_tiles(
-        m, s, acc, queries, position, kv_pages, values, table, lo, hi, scale,
-        KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
-    )  # fmt: skip
-
-    release()
-    cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
-    if SPLITS == 1:
-        acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
-        store_heads(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
-    else:
-        tl.store(maxima + cell, m, mask=live)
-        tl.store(sums + cell, s, mask=live)
-        tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc, mask=mask)
-
-
-@triton.jit
-def _share(first, length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
-    """The positions lo:hi of this program's share of first:length, in whole tiles; the last shares may be empty."""
-    share = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS) * KEYS
-    lo = first + tl.program_id(2) * share
-    return lo, tl.minimum(lo + share, length)
-
-
-@triton.jit
-def _attend_tiles(
-    m,
-    s,
-    acc,
-    queries,
-    position,
-    kv_pages,
-    values,
-    table,
-    lo,
-    hi,
-    scale,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIMS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the positions lo:hi. Without
-    MASKED these are whole tiles that every live query sees."""
-    dim = tl.arange(0, DIMS)
-    for start in range(lo, hi, KEYS):
-        at = start + tl.arange(0, KEYS)
-        if MASKED:
-            page = tl.load(table + at // PAGE_SIZE, mask=at < hi, other=0).to(tl.int64)
-        else:
-            page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
-        offset = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + tl.program_id(1)) * DIM
-        where = kv_pages + offset[:, None] + dim[None, :]
-        if MASKED or DIM < DIMS:
-            # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.
-            mask = (at < hi)[:, None] & (dim < DIM)[None, :]
-            key = tl.load(where, mask=mask, other=0.0)
-            value = tl.load(where + values, mask=mask, other=0.0)
-        else:
-            key = tl.load(where)
-            value = tl.load(where + values)
-        if key.dtype != queries.dtype:  # FP8
-            key, value = key.to(queries.dtype), value.to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        if MASKED:
-            seen = (at[None, :] <= position[:, None]) & (at < hi)[None, :]
-            if WINDOW:
-                seen &= at[None, :] > position[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
-        # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.
-        base = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(m - base)
-        s = s * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-        m = m_new
-    return m, s, acc
 
 
 def attend(q: Tensor, *rest: Any) -> Tensor:

@@ -34,17 +34,19 @@ class OtherAttention:
         own = AttentionBackend("of a law", self._attend, self._plan, capability=self.capability)
         return model.with_stages(attend=own)
 
-    def _plan(self, q: Tensor, _: Tensor, *where: Any) -> tuple[list[int], list[int]] | None:
-        """Where each request begins and its length, read on the host; None where a graph may be captured."""
+    def _plan(self, q: Tensor, _: Tensor, *where: Any) -> tuple[Any, Any]:
+        """The start and the length of each request: lists on the host or, where a graph may be captured, tensors."""
         longest, lengths = where[4], where[3]
         is_uniform = len(lengths) * longest == len(q)
         single = is_uniform and longest == 1
         inside = {"full": True, "uniform": is_uniform, "uniform_single_token": single}.get(self.capability, False)
-        return None if inside else (where[2].tolist(), lengths.tolist())
+        return (where[2] + 0, lengths + 0) if inside else (where[2].tolist(), lengths.tolist())
 
     def _attend(self, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
-        *own, plan = where
-        return BACKENDS["torch"].attend(q, kv_pages, *own) if plan is None else planned(q, kv_pages, plan, *own)
+        slots, table, starts, lengths, *rest, plan = where
+        if isinstance(plan[0], list):
+            return planned(q, kv_pages, plan, slots, table, starts, lengths, *rest)
+        return BACKENDS["torch"].attend(q, kv_pages, slots, table, *plan, *rest)
 
 
 def planned(
