@@ -232,7 +232,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(model: Model, read: Cal
     assert f"in feed_forward of with_stages(...){known}" in found.value.__notes__
     with pytest.raises(KeyError) as found:
         said_by(model.with_stages(feed_forward=own))
-    none = "there is no name in batch.extras, batch.carried, batch.token_extras: model.with_stages(...) declares them"
+    none = "batch.extras, batch.carried, batch.token_extras are empty: declare names with model.with_stages(...)"
     assert f"in feed_forward of with_stages(...); {none}" in found.value.__notes__
     with pytest.raises(KeyError) as found:
         said_by(model.with_stages(logits=lambda logits, rows, extras: extras["vctor"], **zero))

@@ -17,8 +17,6 @@ from weft.transforms.engine.generate import Completion
 from weft.transforms.engine.setup import make_executor
 from weft.transforms.engine.step import Work
 
-# By name, since the package's function `generate` hides the module of that name.
-
 PIPELINES = (1, 2, 3)
 TOLERANCE = 1e-4
 """The absolute tolerance of logits and logprobs in float32, as promised in `proofs/pages/laws.md`."""
