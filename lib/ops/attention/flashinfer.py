@@ -29,7 +29,7 @@ _WORKSPACE = 128 * 2**20
 
 
 def missing(device: torch.device) -> str:
-    """What FlashInfer's kernels need and the device does not have, in words; an empty text if it has everything."""
+    """Why FlashInfer's kernels cannot run on the device, or an empty text."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python"
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) != (9, 0):
@@ -39,8 +39,11 @@ def missing(device: torch.device) -> str:
 
 @functools.cache
 def has_fa3(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FA3 for prompts is there and loads: nobody asked for it, so that no fault of the package may be one of a
-    step, and FlashInfer would compile what is missing at the first call, for minutes."""
+    """Whether FlashInfer's FA3 for prompts is compiled and loads.
+
+    `auto` takes it only then: the first call would otherwise compile it, for minutes, and a broken package would fail a
+    step of somebody who did not ask for FlashInfer.
+    """
     if dtype not in DTYPES or head_dim not in HEAD_DIMS or missing(device):
         return False
     sizes = head_dim, head_dim, 0, False, False, False
