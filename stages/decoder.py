@@ -228,9 +228,12 @@ def run_layers(
         [num_tokens, hidden_size]; and the pages: `kv_pages` itself if they were written in place (`rotate_and_keep`).
     """
 
+    attend = functools.partial(_attend_block, config, functions)
+    feed = functools.partial(_feed_forward_block, config, functions)
+
     def whole(layer: LayerParams, own: Tensor, batch: ResolvedBatch, tables: Tables, hidden: Tensor) -> Any:
-        added, hidden, pages = _run_layer(config, functions, layer, own, batch, tables, None, hidden)
-        return add_parts(added, hidden), pages
+        added, hidden, pages = attend(layer, own, batch, tables, None, hidden)
+        return add_parts(*feed(layer, batch, added, hidden)), pages
 
     added, written, in_place = None, list[Tensor](), True
     for index, layer in enumerate(params.layers):
@@ -238,7 +241,9 @@ def run_layers(
         if functions.carries:
             at_layer(start + index)
         if change is None:
-            added, hidden, pages = _run_layer(config, functions, layer, own, batch, tables, added, hidden)
+            # In two calls, so that what the last layer added is freed before the experts of this one take memory.
+            added, hidden, pages = attend(layer, own, batch, tables, added, hidden)
+            added, hidden = feed(layer, batch, added, hidden)
         else:
             hidden = hidden if added is None else add_parts(added, hidden)
             given = layer, own, batch, tables, hidden
@@ -249,7 +254,7 @@ def run_layers(
     return hidden, kv_pages if in_place else torch.stack(written)
 
 
-def _run_layer(
+def _attend_block(
     config: ModelConfig,
     functions: StageFunctions,
     layer: LayerParams,
@@ -259,25 +264,47 @@ def _run_layer(
     added: Tensor | None,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer, which first adds the last block's result, if there is one: its own last block's result, which is not
-    added yet, the hidden states, and the pages."""
-    normalize, eps = functions.norm or norm, config.rms_norm_eps
-    with blamed_on("norm", batch) if functions.norm else _NOTHING:
-        x, hidden = normalize(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
+    """A layer's attention after its norm, which first adds the last block's result, if there is one: the attention's
+    result, which is not added yet, the hidden states, and the pages."""
+    x, hidden = _normed(config, functions, layer.input_layernorm, batch, added, hidden, layer.qkv_scale is not None)
     if functions.attention is None:
         own = None if functions.attend is None else functools.partial(_attended, functions.attend)
         added, pages = attention(config, layer, kv_pages, batch, tables, x, attend=own)
-    else:
-        with blamed_on("attention", batch):
-            added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
-        check_added("attention", added, hidden)
+        return added, hidden, pages
+    with blamed_on("attention", batch):
+        added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
+    return check_added("attention", added, hidden), hidden, pages
+
+
+def _feed_forward_block(
+    config: ModelConfig,
+    functions: StageFunctions,
+    layer: LayerParams,
+    batch: ResolvedBatch,
+    added: Tensor,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `_attend_block`, the layer's feed-forward block."""
     quantized = layer.gate_up_scale is not None
-    with blamed_on("norm", batch) if functions.norm else _NOTHING:
-        x, hidden = normalize(layer.post_attention_layernorm, eps, added, hidden, quantized=quantized)
+    x, hidden = _normed(config, functions, layer.post_attention_layernorm, batch, added, hidden, quantized)
     if functions.feed_forward is None:
-        return feed_forward(config, layer, batch, x), hidden, pages
+        return feed_forward(config, layer, batch, x), hidden
     with blamed_on("feed_forward", batch):
-        return check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden), hidden, pages
+        return check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden), hidden
+
+
+def _normed(
+    config: ModelConfig,
+    functions: StageFunctions,
+    weight: Tensor,
+    batch: ResolvedBatch,
+    added: Tensor | None,
+    hidden: Tensor,
+    quantized: bool,
+) -> tuple[Normed, Tensor]:
+    """The result of the norm, the model's or one's own."""
+    with blamed_on("norm", batch) if functions.norm else _NOTHING:
+        return (functions.norm or norm)(weight, config.rms_norm_eps, added, hidden, quantized=quantized)
 
 
 def _attended(

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from weft.ops.tiles import Tile
-from weft.proofs.bench import attention, decode_modes, graphify_overhead, kernels, ladder_capture, sampling, tile_search
+from weft.proofs.bench import (
+    attention,
+    changed_models,
+    decode_modes,
+    graphify_overhead,
+    kernels,
+    ladder_capture,
+    sampling,
+    tile_search,
+)
 from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
 from weft.proofs.bench.tile_table import Product, Timed, best
 
@@ -49,6 +58,15 @@ def test_ladder_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert run["bytes"] <= run["estimated_bytes"] <= 1.1 * run["bytes"]
         assert run["seconds"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_changed_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--preset", "tiny", "--requests", "2", "--lengths", "3", "4", "--turns", "2")
+    changed_models.main([*few, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "changed_models.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == [*changed_models.CHANGES] * 2
+    assert all(row["output_tokens"] == 8 for row in rows)
+    assert "fp8 cache" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

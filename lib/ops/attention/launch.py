@@ -51,9 +51,11 @@ def plan_launch(
     max_context: int,
     max_query_len: int,
     itemsize: int,
+    kv_itemsize: int,
     processors: int,
 ) -> Launch:
-    """The launch for these shapes; `max_context` is the capacity of a block table's row, in tokens."""
+    """The launch for these shapes; `max_context` is the capacity of a block table's row, in tokens, and the sizes are
+    the bytes of a number of the queries and of the pages."""
     dims = max(16, power_of_two(head_dim))
     # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB of shared memory.
     most_rows = max(16, min(_PROMPT_ROWS, _PROMPT_ROWS * 256 // (dims * itemsize)))
@@ -63,23 +65,26 @@ def plan_launch(
     one_block = max_query_len <= queries
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
-    keys, warps, stages = _tile(rows, num_reqs * kv_heads // processors if one_block else 0)
-    keys = max(16, min(keys, 16384 // (dims * itemsize)))
+    waves = num_reqs * kv_heads // processors if one_block else 0
+    keys, warps, stages = _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
+    keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
     splits = _splits(num_reqs * kv_heads, -(-max_context // keys), processors) if one_block else 1
     # The tiles in flight fit in shared memory; only a very wide head has a larger tile.
-    stages = max(1, min(stages, 98304 // (keys * dims * itemsize)))
+    stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
     return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages)
 
 
-def _tile(rows: int, waves: int) -> tuple[int, int, int]:
+def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
     """Keys of a tile, warps of a program and tiles in flight, for programs of so many rows, and in a decode so many of
-    them a multiprocessor.
+    them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
 
     Many small programs hide each other's waits; few programs must hide their own. Measured on an H200 with heads of 128
     in bfloat16, and contexts of 256 and 512 in decodes.
     """
     if rows > 64:
         return _PROMPT_TILE
+    if fp8 and rows <= 16:
+        return (128, 4, 2) if waves < 3 else (64, 2, 3) if waves < 6 else (32, 1, 4)
     if rows > 16 or waves < 1:
         return 64, 4, 3
     return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)

@@ -250,9 +250,8 @@ def _launch_attend(
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
     context = min(context, window + max_query_len) if window else context
-    plan = plan_launch(
-        tokens, requests, group, kv_heads, dim, context, max_query_len, q.element_size(), _processors(q.device)
-    )
+    shapes = tokens, requests, group, kv_heads, dim, context, max_query_len
+    plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device))
     split = plan.splits > 1
     shares = q.new_empty((tokens, heads, plan.splits, dim), dtype=torch.float32) if split else out
     maxima, sums = q.new_empty((2, tokens, heads, plan.splits), dtype=torch.float32) if split else (out, out)

@@ -135,7 +135,7 @@ def test_on_a_gpu(shape: Shape) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_FA3, reason="FlashInfer's FA3 is not compiled here")
-def test_auto_takes_it_for_a_long_prompt() -> None:
+def test_auto_takes_it_for_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     device, config = torch.device("cuda", 0), parse_config({**PRESETS["qwen3-0.6b"], **SMALL}, source="a small model")
     model, prompt = random_model(config, seed=0, device=device), [7 * i % 500 for i in range(3000)]
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=4096, max_model_len=3008)
@@ -146,9 +146,9 @@ def test_auto_takes_it_for_a_long_prompt() -> None:
         *_, output = engine
         return output.track.prompt_logprobs
 
-    before = len(_PLANS.made)
+    monkeypatch.setattr(_PLANS, "made", {})
     seen = logprobs(model)
-    assert len(_PLANS.made) > before, "FlashInfer planned a step"
+    assert _PLANS.made, "FlashInfer planned a step"
     expected = logprobs(model.with_stages(attend=BACKENDS["triton"]))
     torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=0.02, atol=0.05)
 

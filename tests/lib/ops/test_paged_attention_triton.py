@@ -89,12 +89,12 @@ def test_the_blocks_of_a_ragged_launch_are_enough_and_apart(lengths: list[int], 
     st.integers(1, 512),
     st.integers(1, 1 << 17),
     st.integers(1, 9000),
-    st.sampled_from([2, 4]),
+    st.sampled_from([(2, 2), (4, 4), (2, 1), (4, 1)]),
 )
 def test_launches_keep_their_bounds(
-    tokens: int, reqs: int, group: int, kv_heads: int, dim: int, context: int, longest: int, itemsize: int
+    tokens: int, reqs: int, group: int, kv_heads: int, dim: int, context: int, longest: int, sizes: tuple[int, int]
 ) -> None:
-    plan = plan_launch(tokens, reqs, group, kv_heads, dim, context, longest, itemsize, 132)
+    plan = plan_launch(tokens, reqs, group, kv_heads, dim, context, longest, *sizes, 132)
     assert plan.queries >= 1
     assert plan.queries * group <= plan.rows
     assert plan.one_block == (longest <= plan.queries)

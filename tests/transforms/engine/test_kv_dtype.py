@@ -66,6 +66,14 @@ def test_tokens_are_those_of_rounded_keys_and_values(
     assert expected != tokens(plain), "rounding shows"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_on_a_gpu(expected: list[list[int]], name: str, options: dict[str, Any]) -> None:
+    on_gpu = load(DEMO, "cuda", "float32", attention=name, kv_dtype=FP8)
+    assert tokens(on_gpu, **{**options, "pipeline": 1}) == expected
+
+
 @pytest.mark.parametrize("name", ["reference", "torch"])
 def test_back_ends_read_it(expected: list[list[int]], name: str) -> None:
     assert tokens(load(DEMO, "cpu", "float32", attention=name, kv_dtype=FP8)) == expected
