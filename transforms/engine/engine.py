@@ -22,7 +22,7 @@ from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Strea
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.setup import assert_same_engines, make_executor
+from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.step import Work, engine_ladder
 from weft.transforms.engine.weights import Params, make_weights
@@ -87,6 +87,10 @@ class Engine:
         if speculation is not None:
             speculation.check(call, model, 0 in self.transport.ranks(pipeline))
         graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)  # once, with one warning
+        self._is_distributed = len(self.transport.ranks(pipeline)) < pipeline
+        limits = limits or EngineLimits()
+        if self._is_distributed:
+            assert_same_left_out(call, self.transport, {"seed": seed, "limits.num_pages": limits.num_pages})
         named = dict(adapters or {})
         self._weights = make_weights(model, pipeline, self.transport, named, speculation)
 
@@ -94,7 +98,7 @@ class Engine:
             own = self._weights, limits, pipeline, graph, self.transport
             return make_executor(*own, num_logprobs=num_logprobs, backend=backend)
 
-        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation, executor)
+        self.limits = limits.resolve(model, pipeline, self.transport, speculation, executor)
         own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._builder = RequestBuilder(model, num_logprobs, own_seed, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
@@ -105,7 +109,6 @@ class Engine:
         self._failed: list[RequestOutput] = []
         self._num_added = 0
         self._guard = StepGuard("engine.step()")
-        self._is_distributed = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, self._is_distributed)
         self._assert_equal = self.transport.assert_equal if self._is_distributed else None
         if self._assert_equal is not None:

@@ -51,6 +51,22 @@ def assert_same_engines(
         assert_equal(subject, str(value))
 
 
+def assert_same_left_out(call: str, transport: Transport, given: Mapping[str, Any]) -> None:
+    """Compare which of these are None on each rank: the ranks then send each other what they use in their place, and a
+    rank that does not would be waited for.
+
+    Raises:
+        ProgramError: another rank has left out others.
+    """
+    own = [name for name, value in given.items() if value is None]
+    for rank, other in enumerate(transport.collect(own)):
+        for name in given:
+            if (name in own) != (name in other):
+                here, there = ("None", "a number") if name in own else (f"{given[name]}", "None")
+                seen = f"{name}={here}, where rank {rank} has {there}"
+                raise ProgramError(call, seen, "the same arguments on every rank")
+
+
 def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits) -> tuple[State, ...]:
     """An empty state for each stage that runs here."""
     speculation, functions = limits.speculation, model.functions

@@ -217,6 +217,22 @@ def test_runners_compare_their_models_and_prompts_are_counted_first() -> None:
     assert "'the prompts: of [4, 4] tokens, max_tokens=2', where rank 0 has 'the prompts: of [4] " in completed
 
 
+def start_with(own: list[dict[str, Any]]) -> str:
+    transport = Distributed(timeout=5)
+    options = {"limits": EngineLimits(max_num_reqs=2, max_model_len=32), **own[transport.rank]}
+    return told(lambda: Engine(load(DEMO, "cpu"), pipeline=2, transport=transport, graph="none", **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_do_not_wait_for_what_another_one_was_given(odd: int) -> None:
+    pages = {"limits": EngineLimits(max_num_reqs=2, max_model_len=32, num_pages=4)}
+    for name, given, number in (("limits.num_pages", pages, 4), ("seed", {"seed": 3}, 3)):
+        found = launch(start_with, 2, [given if rank == odd else {} for rank in range(2)])
+        assert f"saw: {name}={number}, where rank {1 - odd} has None" in found[odd]
+        assert f"saw: {name}=None, where rank {odd} has a number" in found[1 - odd]
+
+
 @pytest.mark.slow
 def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads() -> None:
     assert launch(run_on_a_device, 2, False) == [["no error"] * 6] * 2
