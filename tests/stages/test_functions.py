@@ -183,6 +183,17 @@ def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
         assert seen
 
 
+def test_a_stage_without_attention_is_one_piece(model: Model) -> None:
+    def alone(layer: Any) -> Any:
+        return lambda params, kv_pages, batch, tables, hidden: (hidden + torch.tanh(hidden), kv_pages)
+
+    count = model.config.num_layers
+    half = model.with_stages(layers={index: alone for index in range(count // 2, count)})
+    expected = tokens(half, graph="none")
+    for mode in ("piecewise", "full_and_piecewise"):
+        assert tokens(half, graph=mode, pipeline=2) == expected
+
+
 def test_an_engine_of_a_model_with_own_stages_says_what_it_has(model: Model) -> None:
     own = model.with_stages(layers={STEERED: plus(torch.zeros(model.config.hidden_size))})
     assert "layer 1=" in own.facts["stages"]

@@ -241,7 +241,7 @@ def capture(
             audit.refuse_leaks(recording.outputs.leaves)
     if not _autograd_records(external):
         refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
-    if split_at and recording.num_pieces == 1:
+    if split_at and descriptor is None and recording.num_pieces == 1:
         called = sorted(audit.called)
         shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
         seen = f"no call of {', '.join(sorted(split_at))}, which split_at names"

@@ -67,7 +67,7 @@ def graphify(
             not saved before a capture.
         split_at: names of operators (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
             classes of the ladder's `piecewise` part (without a ladder, all signatures) are captured as the pieces
-            between them.
+            between them. Under a ladder, a function that calls none of them is one piece; without, it is refused.
         donate_argnames: arguments whose storage the function takes, such as the state (in addition to those that
             `weft.donates` declares). The first part of the result with their structure is their next value, and is
             kept in their storage. They are captured by reference, so pass on what the call returned: a new state is a
