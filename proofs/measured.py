@@ -1,6 +1,7 @@
 """The page of measurements and the README's picture, made from `proofs/results/`: `python -m weft.proofs.measured`."""
 
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -213,6 +214,22 @@ def prompt_rows() -> Iterator[tuple[str, ...]]:
         yield record.row(what, f"{span(now, '{:,.0f}')} tokens/s in all", against, "1 GPU")
 
 
+def change_rows() -> Iterator[tuple[str, ...]]:
+    """Models with functions of one's own, or a smaller cache, against the same model without."""
+    for name in ("qwen3-0.6b", "llama-3.1-8b"):
+        record = read(f"h200-changed-{name}")
+        times: dict[str, list[float]] = defaultdict(list)
+        for row in record.data["rows"]:
+            times[row["model"]].append(row["tpot"]["p50"])
+        plain = statistics.median(times.pop("plain"))
+        taken, given = record.data["lengths"]
+        for change, found in times.items():
+            what = f"{name}, bfloat16: {record.data['requests']} requests, {taken:,} in, {given} out: {change}"
+            more = span((100 * (one / plain - 1) for one in found), "{:+.1f}")
+            against = f"the model as it is, {plain:.3f}; {more} %"
+            yield record.row(what, f"{statistics.median(found):.3f} ms a token", against, "1 GPU")
+
+
 def call_rows() -> Iterator[tuple[str, ...]]:
     """The host's time for one call of a graphified function."""
     record = read("h200-graphify-overhead")
@@ -263,7 +280,7 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
 
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
-    served = serving_rows, prompt_rows, equality_rows, step_rows
+    served = serving_rows, prompt_rows, change_rows, equality_rows, step_rows
     for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows):
         yield from rows()
 
