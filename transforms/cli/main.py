@@ -17,7 +17,7 @@ import attrs
 
 from weft import __version__
 from weft.errors import CheckpointError, ConfigError, ConfigWarning, WeftError
-from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Options, Plan, flag_of, flagged
+from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Options, Plan, Serve, flag_of, flagged
 from weft.transforms.cli.printing import printable
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
@@ -91,7 +91,7 @@ def in_flags(error: WeftError, words: Sequence[str]) -> str:
     return str(WeftError(call, seen, instead))
 
 
-_COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Bench, Plan)}
+_COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Serve, Bench, Plan)}
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -133,6 +133,9 @@ def _add_flags(parser: argparse.ArgumentParser, own: type[Options]) -> None:
     groups: dict[str, Any] = {"options": parser}
     for field in flagged(own):
         name, help = field.metadata["group"], field.metadata["help"]
+        if "positional" in field.metadata["kind"]:
+            parser.add_argument(field.name, metavar=field.metadata["kind"]["metavar"], help=help)
+            continue
         if name == "model" and name not in groups:
             groups[name] = parser.add_mutually_exclusive_group(required=True)
         elif name not in groups:

@@ -23,7 +23,17 @@ WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """The values of `--workload`: tokens of each prompt and of each completion."""
 _SIZES = ", ".join(f"{name} {prompt} and {completion}" for name, (prompt, completion) in WORKLOADS.items())
 
-GROUPS = "model", "options", "prompts", "sampling", "what is measured", "the load", "the machine", "how it runs"
+GROUPS = (
+    "model",
+    "options",
+    "prompts",
+    "sampling",
+    "what is measured",
+    "the load",
+    "the machine",
+    "how it runs",
+    "the network",
+)
 """The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
 
 NEEDS = {"draft": "speculate", "input_len": "output_len", "output_len": "input_len"}
@@ -82,6 +92,11 @@ def _ids(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _named_folder(text: str) -> tuple[str, str] | None:
+    name, _, folder = text.partition("=")
+    return (name, folder) if name and folder else None
+
+
 def _splits(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
@@ -90,8 +105,13 @@ NAMED = value(
     "MODULE:F", str, lambda own: re.fullmatch(r"[\w.]+:\w+", own) is not None, "module:function, as in steering:steered"
 )
 DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
+WORD = {"metavar": "MODEL", "positional": True}
 SWITCH = {"action": "store_true"}
+TEXT_ONCE = {"metavar": "TEXT"}
 TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}
+ADAPTER = {
+    **value("NAME=DIR", _named_folder, bool, "a name, = and a folder, as in sql=adapters/sql"), "action": "append",
+}  # fmt: skip
 IDS = {"metavar": "1,2,3", "type": _ids, "action": "append", "help": "token ids; may be repeated, too"}
 COUNT, SEED = whole("N", 1, 2**20), whole("S", -(2**63), 2**63 - 1)
 SPLITS = value("N", _splits, lambda own: 1 <= min(own) <= max(own) < 10**6, "a whole number >= 1, or several: 1,2,3")
@@ -121,7 +141,9 @@ def option(
     return attrs.field(default=default, metadata={"group": group, "help": help, "kind": kind, "also": also})
 
 
-_model, _general, _prompts, _sampling, _measured, _load, _machine, _how = (partial(option, group) for group in GROUPS)
+_model, _general, _prompts, _sampling, _measured, _load, _machine, _how, _network = (
+    partial(option, group) for group in GROUPS
+)
 
 
 def flag_of(name: str) -> str:
@@ -262,6 +284,37 @@ class Generate(RunOptions):
     adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
     graph: str = _how("graph mode", MODES, "full")
     json: bool = _general("print one JSON object per completion, one per line", SWITCH, False)
+
+
+@attrs.frozen(kw_only=True)
+class Serve(RunOptions):
+    """Serve a checkpoint over HTTP, by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /tokenize,
+    /health, /metrics. It listens on this machine alone unless --host says otherwise. SIGTERM and Ctrl-C let requests
+    end that are under way."""
+
+    command, usage = "serve", "MODEL [options]"
+    summary = "serve a checkpoint over HTTP, by OpenAI's API"
+
+    model: str = _model(f"{_FOLDER}; demo: the one that weft ships", WORD, attrs.NOTHING)
+    preset: None = None
+    json: bool = False
+    host: str = _network("address to listen on", value("ADDRESS", str, bool, "an address"), "127.0.0.1")
+    port: int = _network("0: one that is free, which is printed", whole("N", 0, 65535), 8000)
+    api_key: str | None = _network("what clients must send (default: $WEFT_API_KEY; without one, nothing)", TEXT_ONCE)
+    served_model_name: str | None = _network("the model's name to clients (default: that of its folder)", TEXT_ONCE)
+    adapter: Sequence[tuple[str, str]] = _network("a LoRA adapter, a model of its own to clients", ADAPTER, ())
+    chat_template: str | None = _network("a template of your own, in Jinja (default: the checkpoint's)", FILE)
+    max_waiting: int = _network("requests that may wait; others get status 429", whole("N", 0, 2**20), 1024)
+    max_body: int = _network("bytes of a request", whole("N", 1, 2**30), 4 * 2**20)
+    max_n: int = _network("completions of one prompt", whole("N", 1, 10_000), 128)
+    request_timeout: float | None = _network("seconds that a request may take (default: no limit)", SECONDS)
+    max_logprobs: int = _network("the most logprobs of a token; more cost time at each step", whole("N", 0, 2**17), 5)
+    max_num_seqs: int = _how("completions that run at once", COUNT, 128)
+    max_num_tokens: int | None = _how("tokens per step (default 8192 on a large GPU, else 2048)", whole("N", 1, 2**17))
+    max_model_len: int | None = _how("tokens of a request (default: the model's limit, at most 4096)", COUNT)
+    graph: str = _how("graph mode", MODES, "full_and_piecewise")
+    run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
+    seed: int | None = _how("seed of requests without one (default: a fresh one)", SEED)
 
 
 @attrs.frozen(kw_only=True)

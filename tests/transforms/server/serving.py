@@ -1,0 +1,74 @@
+"""A server of a small model, on a port of its own, for a test."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import uvicorn
+
+from weft.stages.chat import ChatTemplate
+from weft.stages.model import Model
+from weft.transforms.cli.serve import mask_maker
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits
+from weft.transforms.server.app import Server, ServerLimits
+from weft.transforms.server.host import EngineHost
+
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=128)
+
+
+@attrs.frozen(eq=False)
+class Served:
+    """A server that listens."""
+
+    url: str
+    port: int
+    host: EngineHost
+    server: Server
+    stop: Callable[[], None]
+
+
+@contextmanager
+def served(
+    model: Model,
+    *,
+    limits: EngineLimits = LIMITS,
+    limits_of: ServerLimits | None = None,
+    max_waiting: int = 64,
+    **options: Any,
+) -> Iterator[Served]:
+    """A server of the model; options are those of `Server` and `Engine`."""
+    own = {name: options.pop(name) for name in ("adapters", "pipeline", "graph", "num_logprobs") if name in options}
+    engine = Engine(model, limits, seed=0, **{"num_logprobs": 5, "graph": "none", **own})
+    make_mask = mask_maker(model)
+    host = EngineHost(engine, max_waiting, make_mask)
+    names = {"chat_template": TEMPLATE, "limits": limits_of, "adapters": [*own.get("adapters", {})]}
+    server = Server(host, "demo", make_mask=make_mask, **{**names, **options})
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(server.app(), log_level="warning", access_log=False)
+    listener = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(listener.serve(sockets=[bound])), daemon=True)
+    thread.start()
+    while not listener.started:
+        assert thread.is_alive()
+        thread.join(0.01)
+    port = bound.getsockname()[1]
+
+    def stop() -> None:
+        listener.should_exit = True
+
+    try:
+        yield Served(f"http://127.0.0.1:{port}", port, host, server, stop)
+    finally:
+        stop()
+        thread.join(20)
+        assert not thread.is_alive()

@@ -1,0 +1,100 @@
+"""`response_format`: an answer that ended by itself parses under its schema, whatever the model would have said."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from serving import Served, served
+
+from weft.stages.model import DEMO, load
+from weft.transforms.engine.options import EngineLimits
+
+httpx = pytest.importorskip("httpx")
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("xgrammar")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    limits = EngineLimits(max_num_reqs=8, max_num_tokens=64, max_model_len=256)
+    with served(load(DEMO, "cpu", "float32"), limits=limits) as found:
+        yield found
+
+
+def ask(server: Served, **body: Any) -> Any:
+    found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "The function", **body}, timeout=60)
+    assert found.status_code == 200, found.text
+    return found.json()["choices"]
+
+
+scalars = st.sampled_from([{"type": "integer"}, {"type": "boolean"}, {"type": "null"}, {"enum": ["red", "green", 3]}])
+names = st.sampled_from(["a", "size", "is_new", "list of", "x-y"])
+
+
+def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def made(properties: dict[str, Any]) -> dict[str, Any]:
+        closed = {"type": "object", "properties": properties, "additionalProperties": False}
+        return {**closed, "required": [*properties]}
+
+    arrays = st.builds(
+        lambda items, most: {"type": "array", "items": items, "maxItems": most}, parts, st.integers(0, 3)
+    )
+    return st.dictionaries(names, parts, min_size=1, max_size=3).map(made) | arrays
+
+
+schemas = objects(st.recursive(scalars, objects, max_leaves=4))
+
+
+@given(schemas, st.integers(0, 99), st.sampled_from([0.0, 1.0]), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_an_answer_parses_under_its_schema(
+    server: Served, schema: dict[str, Any], seed: int, temperature: float, streams: bool
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "drawn", "schema": schema}}
+    body = {"response_format": form, "max_tokens": 200, "seed": seed, "temperature": temperature, "n": 2}
+    if streams:
+        sent = {"prompt": "The function", "stream": True, **body}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=60) as found:
+            lines = [line.removeprefix("data: ") for line in found.iter_lines() if line]
+        chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        assert lines[-1] == "[DONE]"
+        texts = ["".join(c["text"] for c in chunks if c["index"] == index) for index in range(2)]
+        ends = {c["index"]: c["finish_reason"] for c in chunks}
+        choices = [{"text": text, "finish_reason": ends[index]} for index, text in enumerate(texts)]
+    else:
+        choices = ask(server, **body)
+    for choice in choices:
+        if choice["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(choice["text"]), schema)
+
+
+def test_other_grammars(server: Served) -> None:
+    digits = {"type": "regex", "regex": "[0-9]{3}-[a-c]+"}
+    [choice] = ask(server, response_format=digits, max_tokens=12, temperature=1, seed=1)
+    assert re.fullmatch("[0-9]{3}-[a-c]+", choice["text"])
+    grammar = {"type": "grammar", "grammar": 'root ::= "yes" | "no"'}
+    [choice] = ask(server, response_format=grammar, max_tokens=12, temperature=0)
+    assert (choice["text"], choice["finish_reason"]) in (("yes", "stop"), ("no", "stop"))
+    [choice] = ask(server, response_format={"type": "json_object"}, max_tokens=40, temperature=0)
+    assert choice["text"].lstrip().startswith("{")
+    assert ask(server, response_format={"type": "text"}, max_tokens=4) != []
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"type": "json_schema"}, "no schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, "one that XGrammar compiles"),
+        ({"type": "grammar", "grammar": "root ::="}, "one that XGrammar compiles"),
+        ({"type": "regex", "regex": "(("}, "one that XGrammar compiles"),
+        ({"type": "xml"}, "response_format.type"),
+    ],
+    ids=str,
+)
+def test_forms_that_are_none(server: Served, form: dict[str, Any], words: str) -> None:
+    found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form})
+    assert found.status_code == 400
+    assert words in found.json()["error"]["message"]

@@ -1,0 +1,124 @@
+"""`weft serve`: a checkpoint over HTTP, by OpenAI's API."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from weft.errors import ProgramError
+from weft.stages.adapters import load_adapter
+from weft.stages.chat import ChatTemplate, read_chat_template
+from weft.stages.model import DEMO, Model
+from weft.transforms.cli.options import Serve
+from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.options import EngineLimits
+
+
+def run(options: Serve) -> int:
+    """Serve until a signal, or until the engine fails; then the exit code is 1."""
+    name = options.served_model_name or Path(options.model).resolve().name
+    if options.model == "demo":
+        name, options = options.served_model_name or "demo", attrs.evolve(options, model=str(DEMO))
+    try:
+        import weft.transforms.server.app  # noqa: F401 - before the model is loaded
+    except ImportError as error:
+        options.refuse("", f"{error}", "pip install 'weft[serve]'")
+    read_config(options)
+    return in_ranks(_serve, options, options, name)
+
+
+def _serve(here: Here, options: Serve, name: str) -> int:
+    model = open_model(options, here)
+    limits = EngineLimits(
+        max_num_reqs=options.max_num_seqs, max_num_tokens=options.max_num_tokens, max_model_len=options.max_model_len
+    )
+    engine = Engine(
+        model,
+        limits,
+        pipeline=here.num_stages,
+        graph=options.graph,
+        transport=here.transport,
+        run_ahead=options.run_ahead,
+        num_logprobs=min(options.max_logprobs, model.config.vocab_size),
+        seed=options.seed,
+        adapters={each: load_adapter(model, folder) for each, folder in options.adapter},
+        speculation=open_drafts(options, here),
+    )
+    engine.warm_up()
+    make_mask = mask_maker(model)
+    if here.first:
+        return _listen(options, name, engine, make_mask, num_ranks=1 if here.stage is None else here.num_stages)
+    from weft.transforms.server.host import follow
+
+    follow(engine, make_mask)
+    return 0
+
+
+def mask_maker(model: Model) -> Callable[[Mapping[str, Any]], Mask]:
+    """Makes masks of `response_format`s; XGrammar reads the vocabulary at the first one."""
+    from weft.transforms.server.grammars import Grammars
+    from weft.transforms.server.vocabulary import Vocabulary
+
+    @functools.cache
+    def grammars() -> Grammars:
+        if model.tokenizer is None:
+            raise ProgramError("response_format", "a checkpoint without a tokenizer", "one with tokenizer.json")
+        return Grammars(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
+
+    return lambda form: grammars().mask(form)
+
+
+def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks: int) -> int:
+    import uvicorn
+
+    class Listener(uvicorn.Server):
+        """A server that says where it listens once it does."""
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            for own in self.servers:
+                for socket in own.sockets:
+                    address, port = socket.getsockname()[:2]
+                    print(f"{name} is served at http://{address}:{port}/v1", flush=True)
+
+    from weft.transforms.server.app import Server, ServerLimits
+    from weft.transforms.server.host import EngineHost
+
+    def stop() -> None:
+        listener.should_exit = True  # a rank that ended does not come back
+
+    host = EngineHost(engine, options.max_waiting, make_mask, num_ranks=num_ranks, on_fault=stop)
+    server = Server(
+        host,
+        name,
+        adapters=[each for each, _ in options.adapter],
+        chat_template=_template(options, engine.model),
+        api_key=options.api_key or os.environ.get("WEFT_API_KEY"),
+        limits=ServerLimits(max_body=options.max_body, max_n=options.max_n, timeout=options.request_timeout),
+        make_mask=make_mask,
+    )
+    config = uvicorn.Config(
+        server.app(), options.host, options.port, log_level="warning", access_log=False, server_header=False
+    )
+    listener = Listener(config)
+    listener.run()
+    if host.fault is not None:
+        print(f"error: a step of the engine raised {type(host.fault).__name__}: {host.fault}", file=sys.stderr)
+    return 1 if host.fault is not None else 0
+
+
+def _template(options: Serve, model: Model) -> ChatTemplate | None:
+    own = read_chat_template(model.path, f"weft serve {options.model}")
+    if options.chat_template is None:
+        return own
+    try:
+        source = Path(options.chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        options.refuse(f"--chat-template {options.chat_template}", f"{error}", "a file in Jinja")
+    return ChatTemplate(source, {} if own is None else own.special_tokens)

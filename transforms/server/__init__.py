@@ -1,0 +1,1 @@
+"""`weft serve`: the HTTP interface of OpenAI's API over an `Engine`."""

@@ -1,0 +1,191 @@
+"""Answers in OpenAI's form: completions, chats, their chunks, and errors."""
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.transforms.engine.completion import CompletionState
+from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.server.vocabulary import Vocabulary
+
+
+@attrs.define(eq=False)
+class Choice:
+    """A completion as the client sees it, growing.
+
+    Args:
+        index: among all of the answer.
+        prompt: the tokens of its prompt.
+        text: what has come so far.
+        num_tokens: of what has come.
+        track: the engine's record of it; None before the first output.
+        finish_reason: None: it goes on.
+        num_chars: of the tokens whose logprobs were written.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    text: str = ""
+    num_tokens: int = 0
+    num_chars: int = 0
+    track: CompletionState | None = None
+    finish_reason: str | None = None
+
+    def add(self, output: RequestOutput) -> "Part":
+        """Add an output; returns what is new."""
+        start, self.track = self.num_tokens, output.track
+        new = output.text or ""
+        part = Part(self, new, start, start + len(output.token_ids), output.finish_reason)
+        self.text, self.num_tokens, self.finish_reason = self.text + new, part.stop, output.finish_reason
+        return part
+
+    def whole(self) -> "Part":
+        """All that has come."""
+        return Part(self, self.text, 0, self.num_tokens, self.finish_reason)
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """A part of a choice: the tokens `start:stop`, and the text that they show."""
+
+    choice: Choice
+    text: str
+    start: int
+    stop: int
+    finish_reason: str | None
+
+    @property
+    def tokens(self) -> list[tuple[int, float, dict[int, float]]]:
+        """For each token its id, its logprob, and the likeliest ones."""
+        track = self.choice.track
+        if track is None:
+            return []
+        place = slice(self.start, self.stop)
+        top = track.top_logprobs[place] or [{}] * (self.stop - self.start)
+        return list(zip(track.token_ids[place], track.logprobs[place], top, strict=True))
+
+    @property
+    def prompt_tokens(self) -> list[tuple[int, float | None, dict[int, float] | None]]:
+        """The same for the tokens of the prompt, of which the first has none."""
+        track = self.choice.track
+        logprobs = [] if track is None else track.prompt_logprobs
+        top = [] if track is None else track.prompt_top_logprobs
+        return list(zip(self.choice.prompt, [None, *logprobs], [None, *top], strict=False))
+
+
+@attrs.frozen(eq=False)
+class Writer:
+    """Writes the answers to one request.
+
+    Args:
+        id, model: as they stand in the answer.
+        vocabulary: of the model; None: there is no text.
+        created: seconds since the epoch.
+    """
+
+    id: str
+    model: str
+    vocabulary: Vocabulary | None
+    created: int = attrs.field(factory=lambda: int(time.time()))
+
+    def answer(self, kind: str, choices: list[Any], usage: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+        """The body of an answer or a chunk of one."""
+        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+        return body if usage is None else body | {"usage": usage}
+
+    def token(self, token: int, as_id: bool = False) -> str:
+        """A token as text, or as `token_id:N`."""
+        return f"token_id:{token}" if as_id or self.vocabulary is None else self.vocabulary.text(token)
+
+    def text_logprobs(self, part: Part, wanted: int, as_ids: bool, with_prompt: bool) -> dict[str, Any]:
+        """The `logprobs` of a completion: parallel lists over the tokens.
+
+        Args:
+            wanted: the number of likeliest tokens beside the chosen one.
+            with_prompt: the prompt's tokens come first.
+        """
+        prompt = part.prompt_tokens if with_prompt else []
+        tokens = [*prompt, *part.tokens]
+        names = [self.token(token, as_ids) for token, *_ in tokens]
+        if with_prompt or not part.start:
+            part.choice.num_chars = 0
+        offsets = list[int]()
+        for name in names:
+            offsets.append(part.choice.num_chars)
+            part.choice.num_chars += len(name)
+        top = [None if own is None else self._top(token, logprob, own, as_ids) for token, logprob, own in tokens]
+        return {
+            "tokens": names,
+            "token_logprobs": [logprob for _, logprob, _ in tokens],
+            "top_logprobs": top if wanted else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: int, logprob: float | None, own: dict[int, float], as_ids: bool) -> dict[str, float]:
+        """The likeliest tokens by text, the chosen one among them with its own logprob, to the bit. Of several with the
+        same text, which are parts of characters, the later ones are named by their ids."""
+        all_of = own if logprob is None else {**own, token: logprob}
+        found = dict[str, float]()
+        for each, value in all_of.items():
+            name = self.token(each, as_ids)
+            found[self.token(each, True) if name in found else name] = value
+        return found
+
+    def chat_logprobs(self, part: Part, wanted: int) -> dict[str, Any]:
+        """The `logprobs` of a message: an object for each token."""
+        content = []
+        for token, logprob, top in part.tokens:
+            known = {each: logprob if each == token else value for each, value in top.items()}
+            likeliest = sorted(known.items(), key=lambda own: -own[1])[:wanted]
+            own = [self._chat_token(*each) for each in likeliest]
+            content.append({**self._chat_token(token, logprob), "top_logprobs": own})
+        return {"content": content, "refusal": None}
+
+    def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = None if self.vocabulary is None else self.vocabulary.bytes_of(token)
+        return {"token": self.token(token), "logprob": logprob, "bytes": raw}
+
+    def prompt_logprobs(self, part: Part) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each token of the prompt an object by token ids; None for the first."""
+        found = list[dict[str, Any] | None]()
+        for token, logprob, top in part.prompt_tokens:
+            if logprob is None or top is None:
+                found.append(None)
+                continue
+            ranked = sorted({**top, token: logprob}.items(), key=lambda own: -own[1])
+            places = {each: place for place, (each, _) in enumerate(ranked, 1)}
+            found.append(
+                {
+                    str(each): {
+                        "logprob": value,
+                        "rank": places[each] if each in top else None,
+                        "decoded_token": self.token(each),
+                    }
+                    for each, value in ranked
+                }
+            )
+        return found
+
+
+def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The `usage` of an answer: a prompt counts once, however many completions it has."""
+    taken, given = sum(map(len, prompts)), sum(choice.num_tokens for choice in choices)
+    return {"prompt_tokens": taken, "completion_tokens": given, "total_tokens": taken + given}
+
+
+def captured_of(choice: Choice) -> dict[str, Any]:
+    """What the stages captured of each token, by name: little-endian bytes in base64, with their dtype and shape."""
+    return {} if choice.track is None else {name: _encoded(x) for name, x in choice.track.captured.items()}
+
+
+def _encoded(x: Tensor) -> dict[str, Any]:
+    x = x.detach().cpu()
+    if x.is_floating_point():
+        x = x.float()
+    raw = x.contiguous().numpy().tobytes()
+    kind = str(x.dtype).removeprefix("torch.")
+    return {"dtype": kind, "shape": [*x.shape], "base64": base64.b64encode(raw).decode()}

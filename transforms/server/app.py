@@ -1,0 +1,405 @@
+"""`make_app`: the routes of `weft serve`, as a Starlette application."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from weft import __version__
+from weft.stages.chat import ChatTemplate
+from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.server.answers import Part, Writer
+from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
+from weft.transforms.server.host import Add, EngineHost, MakeMask
+from weft.transforms.server.metrics import Metrics
+from weft.transforms.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampled,
+    TokenizeRequest,
+    read_body,
+    texts_of,
+)
+from weft.transforms.server.refusals import Refusal, as_json, event, refusal_of
+from weft.transforms.server.vocabulary import Vocabulary
+
+_LONG_TEXT = 2000
+"""Characters from which on a text is encoded beside the event loop."""
+_RETRY_SECONDS = 1
+
+
+@attrs.frozen(kw_only=True)
+class ServerLimits:
+    """What a client may ask for.
+
+    Args:
+        max_body: bytes of a body.
+        max_n: completions of a prompt.
+        max_prompts: prompts of a request.
+        timeout: seconds from a request's body until its last token; None: no limit.
+        body_timeout: seconds in which a body must come.
+    """
+
+    max_body: int = 4 * 2**20
+    max_n: int = 128
+    max_prompts: int = 256
+    timeout: float | None = None
+    body_timeout: float = 30.0
+
+
+class Server:
+    """The routes.
+
+    Args:
+        host: the engine.
+        name: of the model.
+        adapters: names of the engine's adapters, which are models of their own to clients.
+        chat_template: None: there are no chats.
+        api_key: what clients must send; None: nothing.
+        limits: of a request.
+        make_mask: of a `response_format`.
+    """
+
+    def __init__(
+        self,
+        host: EngineHost,
+        name: str,
+        *,
+        adapters: Sequence[str] = (),
+        chat_template: ChatTemplate | None = None,
+        api_key: str | None = None,
+        limits: ServerLimits | None = None,
+        make_mask: MakeMask,
+    ) -> None:
+        self.host, self.name, self.adapters, self.chat_template = host, name, tuple(adapters), chat_template
+        self.limits, self._key = limits or ServerLimits(), api_key
+        model = host.engine.model
+        self.model, budget = model, host.engine.limits.budget
+        self.max_model_len = min(model.config.max_position_embeddings, budget.max_pages * host.engine.limits.page_size)
+        size = model.config.vocab_size
+        self.vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer, size)
+        self.metrics = Metrics(name)
+        self._make_mask = make_mask
+
+    # Routes
+
+    async def health(self, _: Request) -> Response:
+        """200 while the engine takes requests."""
+        self.host.check_open()
+        return _json({"status": "ok"})
+
+    async def models(self, _: Request) -> Response:
+        """The model and its adapters."""
+        known = [(self.name, None), *((name, self.name) for name in self.adapters)]
+        own = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "weft", "root": self.name, "parent": parent}
+            | {"max_model_len": self.max_model_len}
+            for name, parent in known
+        ]
+        return _json({"object": "list", "data": own})
+
+    async def version(self, _: Request) -> Response:
+        """The version of weft."""
+        return _json({"version": __version__})
+
+    async def show_metrics(self, _: Request) -> Response:
+        """Counters and histograms, in Prometheus' text format."""
+        stats = None if self.host.fault is not None else await self.host.stats()
+        return Response(*self.metrics.text(stats))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or a chat."""
+        body = await self._read(request, TokenizeRequest)
+        self._adapter(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise Refusal(400, "either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = await self._encode_chat(body.messages, {"add_generation_prompt": body.add_generation_prompt})
+        else:
+            ids = await self._encode(body.prompt)
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await self._read(request, DetokenizeRequest)
+        return _json({"prompt": self.model.decode(body.tokens)})
+
+    async def completions(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        body = await self._read(request, CompletionRequest)
+        if len(body.prompt) > self.limits.max_prompts:
+            raise Refusal(400, f"{len(body.prompt)} prompts; at most {self.limits.max_prompts}", param="prompt")
+        prompts = [await self._encode(own) if isinstance(own, str) else own for own in body.prompt]
+        wanted = body.logprobs
+        prompt_logprobs = wanted if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+        asked = await self._asked(body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs)
+        texts = [own if isinstance(own, str) else self.model.decode(own) or "" for own in body.prompt]
+        form = TextForm(asked, body, texts if body.echo else [""] * len(texts))
+        return await self._answer(request, asked, form)
+
+    async def chats(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        body = await self._read(request, ChatRequest)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise Refusal(400, "top_logprobs without logprobs: write logprobs=true", param="top_logprobs")
+        variables = {**body.chat_template_kwargs, "add_generation_prompt": body.add_generation_prompt}
+        ids = await self._encode_chat(body.messages, variables)
+        most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        wanted = (body.top_logprobs or 0) if body.logprobs else None
+        asked = await self._asked(body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs)
+        return await self._answer(request, asked, ChatForm(asked, body))
+
+    # What they have in common
+
+    async def _read(self, request: Request, kind: type[BaseModel]) -> Any:
+        """The body of a request, as a value of its class."""
+        size = request.headers.get("content-length", "0")
+        most = self.limits.max_body
+        if size.isdecimal() and int(size[:18]) > most:
+            raise Refusal(413, f"a body of {size} bytes; at most {most}", code="body_too_large")
+        raw = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_timeout):
+                async for chunk in request.stream():
+                    raw += chunk
+                    if len(raw) > most:
+                        raise Refusal(413, f"a body of more than {most} bytes", code="body_too_large")
+        except TimeoutError:
+            seconds = f"{self.limits.body_timeout:g} s"
+            raise Refusal(408, f"the body did not come within {seconds}", code="body_timeout") from None
+        try:
+            given = json.loads(bytes(raw), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
+        try:
+            return read_body(kind, given)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise Refusal(400, f"{place or 'the body'}: {first['msg']}", param=place or None) from None
+
+    def _adapter(self, name: str | None) -> str | None:
+        """The adapter that a model's name stands for."""
+        if name in (None, self.name):
+            return None
+        if name in self.adapters:
+            return name
+        seen = f"the model {name!r:.100} does not exist; this server has {', '.join((self.name, *self.adapters))}"
+        raise Refusal(404, seen, param="model", code="model_not_found")
+
+    async def _encode(self, text: str) -> list[int]:
+        return await asyncio.to_thread(self.model.encode, text) if len(text) > _LONG_TEXT else self.model.encode(text)
+
+    async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        if self.chat_template is None or self.model.tokenizer is None:
+            lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
+            seen = f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve --chat-template"
+            raise Refusal(400, seen, param="messages", code="no_chat_template")
+        if reserved := [name for name in variables if name in ("messages", "call", *self.chat_template.special_tokens)]:
+            raise Refusal(400, f"{reserved[0]} is set by the server", param="chat_template_kwargs")
+        text = self.chat_template.render("messages", texts_of(messages), **variables)
+        encode = self.model.tokenizer.encode
+        found = await asyncio.to_thread(encode, text, add_special_tokens=False)
+        return list(found.ids)
+
+    async def _asked(
+        self,
+        body: Sampled,
+        kind: str,
+        prompts: list[list[int]],
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> Asked:
+        """A checked request."""
+        if body.n > self.limits.max_n:
+            raise Refusal(400, f"n={body.n}; at most {self.limits.max_n}", param="n")
+        adapter, limit = self._adapter(body.model), self.max_model_len
+        longest = max(map(len, prompts))
+        if max_tokens is not None and max_tokens < 1:
+            raise Refusal(400, f"max_tokens={max_tokens}: a whole number >= 1", param="max_tokens")
+        if longest + (max_tokens or 1) > limit:
+            wanted = f", and {max_tokens} for the completion" if max_tokens else ""
+            seen = f"This model's maximum context length is {limit} tokens. However, you requested {longest} tokens in "
+            raise Refusal(400, f"{seen}the prompt{wanted}.", param="max_tokens", code="context_length_exceeded")
+        form = None
+        if body.response_format is not None and body.response_format.type != "text":
+            form = body.response_format.model_dump(by_alias=True, exclude_none=True)
+            try:
+                await asyncio.to_thread(self._make_mask, form)  # an error is the client's, and the compiler keeps it
+            except ImportError as error:
+                seen = f"this server has no grammars: {error}; pip install 'weft[serve]'"
+                raise Refusal(501, seen, param="response_format", code="no_grammars") from error
+        own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras, "form": form}
+        own["sampling"] = body.sampling(logprobs, prompt_logprobs)
+        requests = [Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts]
+        return Asked(
+            body, requests, Writer(f"{kind}-{secrets.token_hex(12)}", body.model or self.name, self.vocabulary)
+        )
+
+    async def _answer(self, request: Request, asked: Asked, form: Form) -> Response:
+        """The answer to a request: whole, or as a stream."""
+        parts = self._parts(asked, form)
+        if asked.body.stream:
+            first = await anext(parts)  # an error before the first token is an error of the whole answer
+            return StreamingResponse(
+                self._events(first, parts, form), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            )
+        async with contextlib.aclosing(parts):
+            await _unless_gone(request, _exhaust(parts))
+        return _json(form.whole())
+
+    async def _events(self, first: Part, parts: AsyncGenerator[Part, None], form: Form) -> AsyncIterator[bytes]:
+        """The server-sent events of a stream."""
+        async with contextlib.aclosing(parts):
+            try:
+                for chunk in form.chunks(first):
+                    yield event(chunk)
+                async for part in parts:
+                    for chunk in form.chunks(part):
+                        yield event(chunk)
+                if form.usage_chunk is not None:
+                    yield event(form.usage_chunk)
+                yield b"data: [DONE]\n\n"
+            except Exception as error:
+                yield event(refusal_of(error).body)
+
+    async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Part, None]:
+        """The parts of all choices as they come, within the time limit."""
+        arrived: asyncio.Queue[tuple[int, RequestOutput] | BaseException] = asyncio.Queue()
+        n, clock = asked.body.n, self.metrics.begin(sum(map(len, asked.prompts)))
+
+        async def pump(place: int, request: Add) -> None:
+            try:
+                async with contextlib.aclosing(self.host.stream(request)) as outputs:
+                    async for output in outputs:
+                        if output.error is not None:
+                            raise output.error
+                        arrived.put_nowait((place, output))
+            except Exception as error:
+                arrived.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(*own)) for own in enumerate(asked.requests)]
+        end = None if self.limits.timeout is None else time.monotonic() + self.limits.timeout
+        try:
+            while any(choice.finish_reason is None for choice in form.choices):
+                left = None if end is None else end - time.monotonic()
+                found = await asyncio.wait_for(arrived.get(), left)
+                if isinstance(found, BaseException):
+                    raise found
+                place, output = found
+                part = form.choices[place * n + output.index].add(output)
+                clock.add(len(output.token_ids))
+                yield part
+            clock.end([choice.finish_reason or "" for choice in form.choices])
+        except TimeoutError:
+            raise Refusal(504, f"no end within {self.limits.timeout:g} s", "timeout", code="timeout") from None
+        finally:
+            clock.drop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def app(self) -> Starlette:
+        """The application."""
+        routes = [
+            Route("/health", self._guarded(self.health, is_open=True), methods=["GET"]),
+            Route("/version", self._guarded(self.version, is_open=True), methods=["GET"]),
+            Route("/metrics", self._guarded(self.show_metrics), methods=["GET"]),
+            Route("/v1/models", self._guarded(self.models), methods=["GET"]),
+            Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
+            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.chats), methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route}, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.host.close)
+
+    def _guarded(
+        self, route: Callable[[Request], Awaitable[Response]], is_open: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The route with the check of the key, and with errors in OpenAI's form."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                if not is_open:
+                    self._check_key(request)
+                return await route(request)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:
+                found = refusal_of(error)
+                self.metrics.refuse(found.status)
+                headers = {"retry-after": str(_RETRY_SECONDS)} if found.status in (429, 503) else {}
+                return _json(found.body, found.status, headers)
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None:
+            return
+        given = request.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+            raise Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+
+
+async def _exhaust(parts: AsyncGenerator[Part, None]) -> None:
+    async for _ in parts:
+        pass
+
+
+async def _unless_gone(request: Request, work: Any) -> None:
+    """Finish the work, unless the client goes before.
+
+    Raises:
+        ClientDisconnect: it went; the work is cancelled.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    seen = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
+    return _json(Refusal(status, seen, code="not_found").body, status)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    raw = as_json(body)
+    return Response(raw, status, headers, media_type="application/json")

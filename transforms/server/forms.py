@@ -1,0 +1,135 @@
+"""How answers are written: texts and chats, whole or in chunks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from weft.transforms.server.answers import Choice, Part, Writer, captured_of, usage_of
+from weft.transforms.server.host import Add
+from weft.transforms.server.protocol import ChatRequest, CompletionRequest, Sampled
+
+
+@attrs.frozen(eq=False)
+class Asked:
+    """A request for completions, checked.
+
+    Args:
+        body: as it was sent.
+        requests: for the engine, one for each prompt.
+        writer: of the answer.
+    """
+
+    body: Sampled
+    requests: Sequence[Add]
+    writer: Writer
+
+    @property
+    def prompts(self) -> list[Sequence[int]]:
+        """The token ids of each prompt."""
+        return [own.prompt for own in self.requests]
+
+    def choices(self) -> list[Choice]:
+        """The choices of the answer, in order."""
+        n = self.body.n
+        return [Choice(place * n + index, prompt) for place, prompt in enumerate(self.prompts) for index in range(n)]
+
+
+class Form:
+    """How an answer is written: whole, or in chunks."""
+
+    kind: str
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.choices, self.writer = asked, asked.choices(), asked.writer
+
+    def choice(self, part: Part) -> dict[str, Any]:
+        """A whole choice."""
+        raise NotImplementedError
+
+    def whole(self) -> dict[str, Any]:
+        """The answer."""
+        found = [self._with_ours(self.choice(choice.whole()), choice) for choice in self.choices]
+        return self.writer.answer(self.kind, found, usage_of(self.choices, self.asked.prompts))
+
+    def _with_ours(self, written: dict[str, Any], choice: Choice) -> dict[str, Any]:
+        if self.asked.body.weft.captured:
+            written["weft"] = {"captured": captured_of(choice)}
+        return written
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """The chunks that a part makes."""
+        raise NotImplementedError
+
+    def chunk(self, kind: str, choice: dict[str, Any], part: Part) -> dict[str, Any]:
+        """A chunk of a stream."""
+        options = self.asked.body.stream_options
+        usage = usage_of(self.choices, self.asked.prompts) if options and options.continuous_usage_stats else None
+        if part.finish_reason is not None:
+            self._with_ours(choice, part.choice)
+        return self.writer.answer(kind, [choice], usage)
+
+    @property
+    def usage_chunk(self) -> dict[str, Any] | None:
+        """The last chunk, if the client asked for the usage."""
+        options = self.asked.body.stream_options
+        wanted = options is not None and options.include_usage
+        kind = "text_completion" if self.kind == "text_completion" else f"{self.kind}.chunk"
+        return self.writer.answer(kind, [], usage_of(self.choices, self.asked.prompts)) if wanted else None
+
+
+class TextForm(Form):
+    kind = "text_completion"
+
+    def __init__(self, asked: Asked, body: CompletionRequest, echoed: Sequence[str]) -> None:
+        super().__init__(asked)
+        self.body, self.echoed = body, echoed
+
+    def choice(self, part: Part, is_first: bool = True) -> dict[str, Any]:
+        """The choice, or what is new of it."""
+        body, place, logprobs = self.body, part.choice.index, None
+        before = self.echoed[place // body.n] if is_first else ""
+        if body.logprobs is not None:
+            shown = is_first and body.echo
+            logprobs = self.writer.text_logprobs(part, body.logprobs, body.return_tokens_as_token_ids, shown)
+        written = {"index": place, "text": before + part.text, "logprobs": logprobs}
+        written["finish_reason"] = part.finish_reason
+        if body.prompt_logprobs is not None and is_first:
+            written["prompt_logprobs"] = self.writer.prompt_logprobs(part)
+        return written
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """One chunk."""
+        return [self.chunk(self.kind, self.choice(part, part.start == 0), part)]
+
+
+class ChatForm(Form):
+    kind = "chat.completion"
+
+    def __init__(self, asked: Asked, body: ChatRequest) -> None:
+        super().__init__(asked)
+        self.body = body
+
+    def _logprobs(self, part: Part) -> dict[str, Any] | None:
+        return self.writer.chat_logprobs(part, self.body.top_logprobs or 0) if self.body.logprobs else None
+
+    def choice(self, part: Part) -> dict[str, Any]:
+        """A whole choice, with its message."""
+        written = {
+            "index": part.choice.index,
+            "message": {"role": "assistant", "content": part.text, "refusal": None},
+            "logprobs": self._logprobs(part),
+            "finish_reason": part.finish_reason,
+        }
+        if self.body.prompt_logprobs is not None:
+            written["prompt_logprobs"] = self.writer.prompt_logprobs(part)
+        return written
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """A chunk; before a choice's first one, that of its role."""
+        kind, found = f"{self.kind}.chunk", list[dict[str, Any]]()
+        own: dict[str, Any] = {"index": part.choice.index, "logprobs": None, "finish_reason": None}
+        if part.start == 0:
+            found.append(self.writer.answer(kind, [{**own, "delta": {"role": "assistant", "content": ""}}], None))
+        own |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
+        return [*found, self.chunk(kind, {**own, "delta": {"content": part.text}}, part)]

@@ -1,0 +1,107 @@
+"""What the server has done, as Prometheus reads it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from weft.transforms.engine.stats import Stats
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+_GAUGES = {
+    "running": "completions that run",
+    "waiting": "completions that wait",
+    "pages_held": "pages of the KV cache that requests hold",
+    "pages_free": "pages of the KV cache that no request holds",
+}
+_COUNTS = {
+    "preempted": "how often a request gave up its pages",
+    "prefix_tokens": "tokens of prompts that were found in the prefix cache",
+    "captures": "captured graphs",
+}
+
+
+class Metrics:
+    """Counters of requests and tokens, histograms of latencies, and the engine's counts.
+
+    Args:
+        model: the label of all of them.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._registry, self._model = CollectorRegistry(), model
+        own: Any = {"registry": self._registry, "labelnames": ("model_name",)}
+
+        def histogram(name: str, what: str) -> Histogram:
+            return Histogram(f"weft_{name}_seconds", what, buckets=_SECONDS, **own).labels(model)
+
+        self.first_token = histogram("time_to_first_token", "from a request's body to its first token")
+        self.per_token = histogram("time_per_output_token", "mean time between two tokens of a request")
+        self.whole = histogram("request", "from a request's body to its last token")
+        self._prompt_tokens = Counter("weft_prompt_tokens", "tokens of prompts", **own).labels(model)
+        self._tokens = Counter("weft_generation_tokens", "generated tokens", **own).labels(model)
+        ends = {**own, "labelnames": ("model_name", "reason")}
+        self._ended = Counter("weft_completions", "completions that ended, by reason", **ends)
+        self._refused = Counter("weft_refused", "requests that were answered by an error, by status", **ends)
+        self._gauges = {name: Gauge(f"weft_{name}", what, **own).labels(model) for name, what in _GAUGES.items()}
+        self._counts = {name: Gauge(f"weft_{name}", what, **own).labels(model) for name, what in _COUNTS.items()}
+
+    def begin(self, prompt_tokens: int) -> "Clock":
+        """The clock of a request."""
+        self._prompt_tokens.inc(prompt_tokens)
+        return Clock(self)
+
+    def count(self, tokens: int) -> None:
+        """Count generated tokens."""
+        self._tokens.inc(tokens)
+
+    def end(self, reason: str) -> None:
+        """Count a completion that ended."""
+        self._ended.labels(self._model, reason).inc()
+
+    def refuse(self, status: int) -> None:
+        """Count an error."""
+        self._refused.labels(self._model, str(status)).inc()
+
+    def text(self, stats: Stats | None) -> tuple[bytes, int, dict[str, str]]:
+        """The metrics as a body, a status and headers."""
+        for name, gauge in {**self._gauges, **self._counts}.items():
+            if stats is not None:
+                gauge.set(getattr(stats, name))
+        return generate_latest(self._registry), 200, {"content-type": CONTENT_TYPE_LATEST}
+
+
+@attrs.define(eq=False)
+class Clock:
+    """The latencies of one request."""
+
+    metrics: Metrics
+    began: float = attrs.field(factory=time.perf_counter)
+    first: float = 0.0
+    tokens: int = 0
+    ended: bool = False
+
+    def add(self, tokens: int) -> None:
+        """Note tokens that came."""
+        if tokens and not self.tokens:
+            self.first = time.perf_counter()
+            self.metrics.first_token.observe(self.first - self.began)
+        self.tokens += tokens
+        self.metrics.count(tokens)
+
+    def end(self, reasons: Sequence[str]) -> None:
+        """Note the end of all completions."""
+        now, self.ended = time.perf_counter(), True
+        self.metrics.whole.observe(now - self.began)
+        if self.tokens > 1:
+            self.metrics.per_token.observe((now - self.first) / (self.tokens - 1))
+        for reason in reasons:
+            self.metrics.end(reason)
+
+    def drop(self) -> None:
+        """Note a request that did not come to its end."""
+        if not self.ended:
+            self.metrics.end("abort")
+            self.ended = True

@@ -1,0 +1,202 @@
+"""The bodies of requests, in OpenAI's form and with vLLM's additions, and what they ask of the engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from weft.errors import RequestError
+from weft.sampling import SamplingParams
+
+_UNUSED = "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"
+"""Fields of OpenAI's API that say nothing about the completion."""
+
+
+def _without_unused(given: Any) -> Any:
+    return {k: v for k, v in given.items() if k not in _UNUSED} if isinstance(given, Mapping) else given
+
+
+TokenIds = list[Annotated[int, Field(strict=True)]]
+"""Whole numbers; `true` is none."""
+Text = Annotated[str, Field(strict=True)]
+
+
+class _Body(BaseModel):
+    """A body without fields that nobody reads."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(_Body):
+    """The schema of `response_format`."""
+
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(_Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
+    json_schema: JsonSchema | None = None
+    grammar: str | None = None
+    regex: str | None = None
+
+
+class WeftField(_Body):
+    """The field `weft`: the inputs that the model's stages read of the request, and whether their captures come back.
+
+    Args:
+        extras: lists of numbers by name (`model.with_stages(..., extras=...)`).
+        captured: return what the stages captured of each token.
+    """
+
+    extras: dict[str, Any] = Field(default_factory=dict)
+    captured: bool = False
+
+
+class Sampled(_Body):
+    """What both kinds of completions have."""
+
+    model: Text | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = 1
+    stop: Text | list[Text] | None = None
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int = 0
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    priority: int = 0
+    weft: WeftField = Field(default_factory=WeftField)
+
+    def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """The engine's parameters.
+
+        Raises:
+            RequestError: a value that no request can have.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,
+            min_p=self.min_p,
+            n=self.n,
+            stop=self.stop or (),
+            seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_biases(self.logit_bias or {}),
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_token_ids or (),
+            allowed_token_ids=self.allowed_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    if wrong := [key for key in given if not (key.isascii() and key.isdecimal() and len(key) < 10)]:
+        raise RequestError("logit_bias", f"{wrong[0]!r:.60}", "token ids, as strings of digits")
+    return {int(key): bias for key, bias in given.items()}
+
+
+def _one_or_more(given: Any) -> Any:
+    """The prompts of a completion: a text, its tokens, or a list of either, as a list."""
+    one = isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(x, int) for x in given))
+    return [given] if one else given
+
+
+class CompletionRequest(Sampled):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[list[Text | TokenIds], BeforeValidator(_one_or_more)] = Field(min_length=1)
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+    suffix: None = None
+    best_of: None = None
+    return_tokens_as_token_ids: bool = False
+
+
+class ChatRequest(Sampled):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: Literal[False] = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: None = None
+    tool_choice: Literal["none"] | None = None
+
+
+class TokenizeRequest(_Body):
+    """The body of `/tokenize`: a text, or a chat."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(_Body):
+    """The body of `/detokenize`."""
+
+    model: Text | None = None
+    tokens: TokenIds
+
+
+def read_body(kind: type[BaseModel], given: Any) -> Any:
+    """The body as a value of its class.
+
+    Raises:
+        pydantic.ValidationError: fields that it does not have, or that are of another type.
+    """
+    return kind.model_validate(_without_unused(given))
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with contents as texts: OpenAI's lists of parts of type `text` are put together.
+
+    Raises:
+        RequestError: a part of another type, such as an image.
+    """
+    return [{**message, "content": _text_of(message.get("content"))} for message in messages]
+
+
+def _text_of(content: Any) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                "messages", f"content {part!r:.80}", 'a text, or a list of {"type": "text", "text": ...}'
+            )
+    return "".join(part["text"] for part in parts)

@@ -1,0 +1,56 @@
+"""Errors as answers, in OpenAI's form with ours inside; and answers as JSON."""
+
+import json
+from typing import Any
+
+from weft.errors import RequestError, WeftError
+from weft.transforms.server.host import BusyError, ClosedError
+
+
+class Refusal(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> None:
+        self.status, self.body = (
+            status,
+            {"error": {"message": message, "type": kind, "param": None, "code": None, **more}},
+        )
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """The answer to an error."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, WeftError):
+        ours: dict[str, Any] = {"weft": {"call": error.call, "seen": error.seen, "instead": error.instead}}
+        if isinstance(error, BusyError):
+            return Refusal(429, str(error), "rate_limit_error", code="busy", **ours)
+        if isinstance(error, ClosedError):
+            return Refusal(503, str(error), "server_error", code="closed", **ours)
+        if isinstance(error, RequestError):
+            return Refusal(400, str(error), **ours)
+        return Refusal(500, str(error), "server_error", **ours)
+    return Refusal(500, f"{type(error).__name__}: {error!s:.300}", "server_error")
+
+
+def event(body: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + as_json(body) + b"\n\n"
+
+
+def as_json(body: Any) -> bytes:
+    """JSON in ASCII. A logprob that is not finite, which JSON has not, is the least float that clients read."""
+    try:
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_finite(body), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(own) for name, own in value.items()}
+    if isinstance(value, list):
+        return [_finite(own) for own in value]
+    if isinstance(value, float) and value != value:
+        return None
+    return max(min(value, 9999.0), -9999.0) if isinstance(value, float) and abs(value) == float("inf") else value
