@@ -1,9 +1,11 @@
 """`weft serve`: a checkpoint over HTTP, by OpenAI's API."""
 
+import contextlib
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,17 @@ def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks
     import uvicorn
 
     class Listener(uvicorn.Server):
-        """A server that says where it listens once it does."""
+        """A server that says where it listens once it does, and to which a signal is no failure."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            signals = signal.SIGINT, signal.SIGTERM
+            before = {each: signal.signal(each, self.handle_exit) for each in signals}
+            try:
+                yield
+            finally:
+                for each, handler in before.items():
+                    signal.signal(each, handler)
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
