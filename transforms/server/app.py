@@ -208,7 +208,9 @@ class Server:
             lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
             seen = f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve --chat-template"
             raise Refusal(400, seen, param="messages", code="no_chat_template")
-        if reserved := [name for name in variables if name in ("messages", "call", *self.chat_template.special_tokens)]:
+        if reserved := [
+            name for name in variables if name in ("self", "call", "messages", *self.chat_template.special_tokens)
+        ]:
             raise Refusal(400, f"{reserved[0]} is set by the server", param="chat_template_kwargs")
         text = self.chat_template.render("messages", texts_of(messages), **variables)
         encode = self.model.tokenizer.encode

@@ -133,7 +133,7 @@ class EngineHost:
 
     Args:
         engine: on the first rank.
-        max_waiting: requests that may wait beside those that run (`EngineLimits.max_num_reqs`).
+        max_waiting: completions that may wait beside those that run (`EngineLimits.max_num_reqs`).
         make_mask: makes masks of `response_format`s.
         num_ranks: processes in which stages of the engine run; the others `follow`.
         on_fault: called, in the engine's thread, when a step has raised.
@@ -161,7 +161,7 @@ class EngineHost:
 
     @property
     def max_open(self) -> int:
-        """The most requests that run and wait."""
+        """The most completions that run and wait."""
         return self.engine.limits.budget.max_num_reqs + self.max_waiting
 
     def check_open(self) -> None:
@@ -190,16 +190,17 @@ class EngineHost:
             RequestError: what `Engine.add` refuses.
         """
         self.check_open()
-        if self._num_open >= self.max_open:
-            seen = f"{self._num_open} requests under way, of which {self.max_waiting} may wait"
-            raise BusyError("a request", seen, "the same request later")
+        count = request.sampling.n
+        if self._num_open + count > self.max_open:
+            seen = f"{self._num_open} completions under way, {count} more, and room for {self.max_open}"
+            raise BusyError("a request", seen, "the same request later" if count <= self.max_open else "a smaller n")
         request = attrs.evolve(request, name=f"request {next(self._names)}")
         listener = _Listener(asyncio.get_running_loop())
-        self._num_open += 1
+        self._num_open += count
         try:
             self._listeners[request.name] = listener
             self._inbox.put(request)
-            left = request.sampling.n
+            left = count
             while left:
                 found = await listener.outputs.get()
                 if isinstance(found, BaseException):
@@ -208,7 +209,7 @@ class EngineHost:
                     left -= found.finish_reason is not None
                     yield found
         finally:
-            self._num_open -= 1
+            self._num_open -= count
             if self._listeners.pop(request.name, None) is not None:
                 self._inbox.put(Abort(request.name))
 

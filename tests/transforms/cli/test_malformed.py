@@ -27,7 +27,8 @@ from weft.stages import checkpoint
 SECONDS = 20
 """The seconds that a command may take on a small machine; each takes some hundredths."""
 _INSTALLED = tuple(str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1]))
-_SYSTEM = ("/proc", "/sys", "/etc/localtime", str(Path(weft.__file__).resolve().parents[1]), *_INSTALLED)
+_BYTECODE = [sys.pycache_prefix] if sys.pycache_prefix else []
+_SYSTEM = ("/proc", "/sys", "/etc/localtime", str(Path(weft.__file__).resolve().parents[1]), *_INSTALLED, *_BYTECODE)
 PYTHON = re.compile(r"\b(weft\.\w+|Engine\w*|Speculation|SamplingParams|split_layers|balance|model\.\w+|load\w*)\([^)]")
 """Matches a call of a Python function, which an error of the command line must not show."""
 _read: list[str] | None = None
