@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from jinja2 import TemplateError, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,13 +27,15 @@ _RULES: dict[str, Rule] = {
 
 
 class _Refused(Exception):
-    """What a template says of messages that it does not take."""
+    """A template refuses its messages."""
 
 
 class _Generation(Extension):
     """`{% generation %}` marks what an assistant says; in a prompt it changes nothing."""
 
-    tags = {"generation"}  # noqa: RUF012 - an instance variable of the class
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         """The nodes between the two tags."""

@@ -1,4 +1,4 @@
-"""What a change of a model costs when it serves: the time per output token of the model as it is, and of changed ones.
+"""The cost of changes of a model in serving: the time per output token of the model as it is, and of changed ones.
 
     python -m weft.proofs.bench.changed_models [--preset NAME] [--models plain ...] [--lengths IN OUT] [--out FOLDER]
 

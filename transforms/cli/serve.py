@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from weft.errors import ProgramError
+from weft.errors import RankError, RequestError
 from weft.stages.adapters import load_adapter
 from weft.stages.chat import ChatTemplate, read_chat_template
 from weft.stages.model import DEMO, Model
@@ -23,12 +24,12 @@ from weft.transforms.engine.options import EngineLimits
 
 
 def run(options: Serve) -> int:
-    """Serve until a signal, or until the engine fails; then the exit code is 1."""
+    """Serve until a signal, or until a rank has ended; the exit code is 1 if the engine failed."""
     name = options.served_model_name or Path(options.model).resolve().name
     if options.model == "demo":
         name, options = options.served_model_name or "demo", attrs.evolve(options, model=str(DEMO))
     try:
-        import weft.transforms.server.app  # noqa: F401 - before the model is loaded
+        importlib.import_module("weft.transforms.server.app")  # an error here comes before the model is loaded
     except ImportError as error:
         options.refuse("", f"{error}", "pip install 'weft[serve]'")
     read_config(options)
@@ -70,7 +71,7 @@ def mask_maker(model: Model) -> Callable[[Mapping[str, Any]], Mask]:
     @functools.cache
     def grammars() -> Grammars:
         if model.tokenizer is None:
-            raise ProgramError("response_format", "a checkpoint without a tokenizer", "one with tokenizer.json")
+            raise RequestError("response_format", "a checkpoint without a tokenizer", "one with tokenizer.json")
         return Grammars(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
 
     return lambda form: grammars().mask(form)
@@ -99,11 +100,13 @@ def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks
                     address, port = socket.getsockname()[:2]
                     print(f"{name} is served at http://{address}:{port}/v1", flush=True)
 
-    from weft.transforms.server.app import Server, ServerLimits
+    from weft.transforms.server.app import Server
+    from weft.transforms.server.bodies import ServerLimits
     from weft.transforms.server.host import EngineHost
 
     def stop() -> None:
-        listener.should_exit = True  # a rank that ended does not come back
+        if isinstance(host.fault, RankError):  # a rank that ended does not come back
+            listener.should_exit = True
 
     host = EngineHost(engine, options.max_waiting, make_mask, num_ranks=num_ranks, on_fault=stop)
     server = Server(

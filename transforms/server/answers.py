@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: completions, chats, their chunks, and errors."""
+"""The contents of answers: choices as they grow, logprobs in OpenAI's and vLLM's forms, usage, captures."""
 
 import base64
 import time
@@ -172,13 +172,13 @@ class Writer:
 
 
 def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The `usage` of an answer: a prompt counts once, however many completions it has."""
+    """The `usage` of an answer; a prompt counts once, even with several completions."""
     taken, given = sum(map(len, prompts)), sum(choice.num_tokens for choice in choices)
     return {"prompt_tokens": taken, "completion_tokens": given, "total_tokens": taken + given}
 
 
 def captured_of(choice: Choice) -> dict[str, Any]:
-    """What the stages captured of each token, by name: little-endian bytes in base64, with their dtype and shape."""
+    """The captures of each token that was read, by name: little-endian bytes in base64, with their dtype and shape."""
     return {} if choice.track is None else {name: _encoded(x) for name, x in choice.track.captured.items()}
 
 

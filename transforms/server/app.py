@@ -1,16 +1,13 @@
-"""`make_app`: the routes of `weft serve`, as a Starlette application."""
+"""`Server`: the routes of `weft serve`, as a Starlette application."""
 
 import asyncio
 import contextlib
 import hmac
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +18,7 @@ from weft import __version__
 from weft.stages.chat import ChatTemplate
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.server.answers import Part, Writer
+from weft.transforms.server.bodies import ServerLimits, read_body, unless_gone
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
 from weft.transforms.server.host import Add, EngineHost, MakeMask
 from weft.transforms.server.metrics import Metrics
@@ -30,7 +28,6 @@ from weft.transforms.server.protocol import (
     DetokenizeRequest,
     Sampled,
     TokenizeRequest,
-    read_body,
     texts_of,
 )
 from weft.transforms.server.refusals import Refusal, as_json, event, refusal_of
@@ -39,25 +36,6 @@ from weft.transforms.server.vocabulary import Vocabulary
 _LONG_TEXT = 2000
 """Characters from which on a text is encoded beside the event loop."""
 _RETRY_SECONDS = 1
-
-
-@attrs.frozen(kw_only=True)
-class ServerLimits:
-    """What a client may ask for.
-
-    Args:
-        max_body: bytes of a body.
-        max_n: completions of a prompt.
-        max_prompts: prompts of a request.
-        timeout: seconds from a request's body until its last token; None: no limit.
-        body_timeout: seconds in which a body must come.
-    """
-
-    max_body: int = 4 * 2**20
-    max_n: int = 128
-    max_prompts: int = 256
-    timeout: float | None = None
-    body_timeout: float = 30.0
 
 
 class Server:
@@ -122,7 +100,7 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a chat."""
-        body = await self._read(request, TokenizeRequest)
+        body = await read_body(request, self.limits, TokenizeRequest)
         self._adapter(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refusal(400, "either prompt or messages", param="prompt")
@@ -134,12 +112,12 @@ class Server:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        body = await self._read(request, DetokenizeRequest)
+        body = await read_body(request, self.limits, DetokenizeRequest)
         return _json({"prompt": self.model.decode(body.tokens)})
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`."""
-        body = await self._read(request, CompletionRequest)
+        body = await read_body(request, self.limits, CompletionRequest)
         if len(body.prompt) > self.limits.max_prompts:
             raise Refusal(400, f"{len(body.prompt)} prompts; at most {self.limits.max_prompts}", param="prompt")
         prompts = [await self._encode(own) if isinstance(own, str) else own for own in body.prompt]
@@ -152,7 +130,7 @@ class Server:
 
     async def chats(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        body = await self._read(request, ChatRequest)
+        body = await read_body(request, self.limits, ChatRequest)
         if body.top_logprobs is not None and not body.logprobs:
             raise Refusal(400, "top_logprobs without logprobs: write logprobs=true", param="top_logprobs")
         variables = {**body.chat_template_kwargs, "add_generation_prompt": body.add_generation_prompt}
@@ -163,33 +141,6 @@ class Server:
         return await self._answer(request, asked, ChatForm(asked, body))
 
     # What they have in common
-
-    async def _read(self, request: Request, kind: type[BaseModel]) -> Any:
-        """The body of a request, as a value of its class."""
-        size = request.headers.get("content-length", "0")
-        most = self.limits.max_body
-        if size.isdecimal() and int(size[:18]) > most:
-            raise Refusal(413, f"a body of {size} bytes; at most {most}", code="body_too_large")
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(self.limits.body_timeout):
-                async for chunk in request.stream():
-                    raw += chunk
-                    if len(raw) > most:
-                        raise Refusal(413, f"a body of more than {most} bytes", code="body_too_large")
-        except TimeoutError:
-            seconds = f"{self.limits.body_timeout:g} s"
-            raise Refusal(408, f"the body did not come within {seconds}", code="body_timeout") from None
-        try:
-            given = json.loads(bytes(raw), parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
-        try:
-            return read_body(kind, given)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise Refusal(400, f"{place or 'the body'}: {first['msg']}", param=place or None) from None
 
     def _adapter(self, name: str | None) -> str | None:
         """The adapter that a model's name stands for."""
@@ -256,12 +207,16 @@ class Server:
         """The answer to a request: whole, or as a stream."""
         parts = self._parts(asked, form)
         if asked.body.stream:
-            first = await anext(parts)  # an error before the first token is an error of the whole answer
+            try:  # an error before the first token is an error of the whole answer
+                first = await unless_gone(request, _first(parts))
+            except BaseException:
+                await parts.aclose()
+                raise
             return StreamingResponse(
                 self._events(first, parts, form), media_type="text/event-stream", headers={"cache-control": "no-cache"}
             )
         async with contextlib.aclosing(parts):
-            await _unless_gone(request, _exhaust(parts))
+            await unless_gone(request, _exhaust(parts))
         return _json(form.whole())
 
     async def _events(self, first: Part, parts: AsyncGenerator[Part, None], form: Form) -> AsyncIterator[bytes]:
@@ -369,37 +324,14 @@ async def _exhaust(parts: AsyncGenerator[Part, None]) -> None:
         pass
 
 
-async def _unless_gone(request: Request, work: Any) -> None:
-    """Finish the work, unless the client goes before.
-
-    Raises:
-        ClientDisconnect: it went; the work is cancelled.
-    """
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientDisconnect
-        tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def _first(parts: AsyncGenerator[Part, None]) -> Part:
+    return await anext(parts)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     seen = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
     return _json(Refusal(status, seen, code="not_found").body, status)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,5 +1,6 @@
-"""How answers are written: texts and chats, whole or in chunks."""
+"""`TextForm` and `ChatForm`: the JSON of a completion and of a chat, whole or in chunks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,17 +36,17 @@ class Asked:
         return [Choice(place * n + index, prompt) for place, prompt in enumerate(self.prompts) for index in range(n)]
 
 
-class Form:
-    """How an answer is written: whole, or in chunks."""
+class Form(ABC):
+    """The JSON of an answer, from the parts of its choices."""
 
     kind: str
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self.choices, self.writer = asked, asked.choices(), asked.writer
 
+    @abstractmethod
     def choice(self, part: Part) -> dict[str, Any]:
         """A whole choice."""
-        raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
         """The answer."""
@@ -57,9 +58,9 @@ class Form:
             written["weft"] = {"captured": captured_of(choice)}
         return written
 
+    @abstractmethod
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         """The chunks that a part makes."""
-        raise NotImplementedError
 
     def chunk(self, kind: str, choice: dict[str, Any], part: Part) -> dict[str, Any]:
         """A chunk of a stream."""

@@ -112,9 +112,9 @@ class _Listener:
     """Where a request's outputs go: a queue of an event loop, which is written in that loop's own thread."""
 
     loop: asyncio.AbstractEventLoop
-    outputs: "asyncio.Queue[RequestOutput | BaseException | None]" = attrs.field(factory=asyncio.Queue)
+    outputs: "asyncio.Queue[RequestOutput | BaseException]" = attrs.field(factory=asyncio.Queue)
 
-    def put(self, found: Iterable[RequestOutput | BaseException | None]) -> None:
+    def put(self, found: Iterable[RequestOutput | BaseException]) -> None:
         """Put what was found into the queue, from any thread."""
 
         def put() -> None:
@@ -177,6 +177,7 @@ class EngineHost:
         self.check_open()
         found: Future[Stats] = Future()
         self._inbox.put(lambda: found.set_result(self.engine.stats()))
+        self.check_open()  # the thread may have ended before it could see this
         return await asyncio.wrap_future(found)
 
     async def stream(self, request: Add) -> AsyncGenerator[RequestOutput, None]:
@@ -199,15 +200,15 @@ class EngineHost:
         self._num_open += count
         try:
             self._listeners[request.name] = listener
+            self.check_open()  # the thread may have told its listeners before this one was among them
             self._inbox.put(request)
             left = count
             while left:
                 found = await listener.outputs.get()
                 if isinstance(found, BaseException):
                     raise found
-                if found is not None:
-                    left -= found.finish_reason is not None
-                    yield found
+                left -= found.finish_reason is not None
+                yield found
         finally:
             self._num_open -= count
             if self._listeners.pop(request.name, None) is not None:
@@ -227,6 +228,10 @@ class EngineHost:
         self._closing = True
         for listener in list(self._listeners.values()):
             listener.put([fault])
+        with contextlib.suppress(queue.Empty):  # questions that came too late for a turn
+            while True:
+                if callable(own := self._inbox.get_nowait()):
+                    own()
 
     def _turn(self) -> bool:
         """Take what has come, and step; False: the end."""

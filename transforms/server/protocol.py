@@ -172,7 +172,7 @@ class DetokenizeRequest(_Body):
     tokens: TokenIds
 
 
-def read_body(kind: type[BaseModel], given: Any) -> Any:
+def checked(kind: type[BaseModel], given: Any) -> Any:
     """The body as a value of its class.
 
     Raises:

@@ -11,10 +11,8 @@ class Refusal(Exception):
     """An answer that is an error."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> None:
-        self.status, self.body = (
-            status,
-            {"error": {"message": message, "type": kind, "param": None, "code": None, **more}},
-        )
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": None, **more}}
 
 
 def refusal_of(error: BaseException) -> Refusal:
@@ -39,7 +37,7 @@ def event(body: Any) -> bytes:
 
 
 def as_json(body: Any) -> bytes:
-    """JSON in ASCII. A logprob that is not finite, which JSON has not, is the least float that clients read."""
+    """JSON in ASCII, which has no infinity: such a logprob is ±9999, as vLLM writes it; NaN is null."""
     try:
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:

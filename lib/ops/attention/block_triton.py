@@ -68,7 +68,7 @@ def attend_block(
     mask = live[:, None] & (dim < DIM)[None, :]
     queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
     if kv_pages.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
-        # FP8 becomes float16 in one instruction, and bfloat16 in four. No number is lost but those beyond float16.
+        # FP8 becomes float16 in one instruction, and bfloat16 in several. Queries beyond float16 are clamped.
         queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     table = block_table + request.to(tl.int64) * stride_table
     m = tl.full([ROWS], float("-inf"), tl.float32)

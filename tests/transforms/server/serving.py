@@ -15,7 +15,8 @@ from weft.stages.model import Model
 from weft.transforms.cli.serve import mask_maker
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.server.app import Server, ServerLimits
+from weft.transforms.server.app import Server
+from weft.transforms.server.bodies import ServerLimits
 from weft.transforms.server.host import EngineHost
 
 TEMPLATE = ChatTemplate(

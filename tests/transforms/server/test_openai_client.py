@@ -5,25 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Served, served
+from serving import Served
 
 from weft.sampling import SamplingParams
-from weft.stages.model import DEMO, Model, load
+from weft.stages.model import Model
 from weft.transforms.engine.generate import Completion, generate
 
 openai = pytest.importorskip("openai")
 PROMPT, OTHER = "The function returns", "A list is"
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load(DEMO, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def server(model: Model) -> Iterator[Served]:
-    with served(model) as found:
-        yield found
 
 
 @pytest.fixture

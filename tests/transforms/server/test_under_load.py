@@ -11,23 +11,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from serving import Served, served
 
-from weft.stages.model import DEMO, Model, load
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.server.app import ServerLimits
+from weft.transforms.engine.options import EngineLimits
+from weft.transforms.server.bodies import ServerLimits
 
 httpx = pytest.importorskip("httpx")
 BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 100, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load(DEMO, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def server(model: Model) -> Iterator[Served]:
-    with served(model) as found:
-        yield found
 
 
 def post(server: Served, body: Any = BODY, path: str = "/v1/completions", **options: Any) -> Any:
@@ -71,6 +61,27 @@ def test_a_client_that_goes_frees_its_pages(server: Served, stream: bool) -> Non
         until(lambda: server.host.engine.num_unfinished > 0)
     until(lambda: is_idle(server))
     assert server.host.engine.stats().ended.get("abort", 0) > before
+
+
+def test_a_client_that_goes_while_it_waits_for_its_first_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(engine: Engine) -> Any:
+        time.sleep(0.03)
+        return step(engine)
+
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", slow)
+    raw = json.dumps({**BODY, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    with served(model, limits=EngineLimits(max_num_reqs=1, max_model_len=128)) as server:
+        engine = server.host.engine
+        with socket.create_connection(("127.0.0.1", server.port)) as first:
+            first.sendall(head + raw)
+            until(lambda: engine.num_unfinished == 1)
+            with socket.create_connection(("127.0.0.1", server.port)) as second:
+                second.sendall(head + raw)
+                until(lambda: engine.num_unfinished == 2)
+            until(lambda: engine.num_unfinished == 1)
+            assert engine.stats().ended == {"abort": 1}, "the first one goes on"
 
 
 def test_a_time_limit(model: Model) -> None:

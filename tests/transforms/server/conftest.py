@@ -1,0 +1,19 @@
+"""The model and the server that these tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+from serving import Served, served
+
+from weft.stages.model import DEMO, Model, load
+
+
+@pytest.fixture(scope="package")
+def model() -> Model:
+    return load(DEMO, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def server(model: Model) -> Iterator[Served]:
+    with served(model) as found:
+        yield found

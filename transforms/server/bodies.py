@@ -1,0 +1,97 @@
+"""Bodies of requests, read within limits; and clients that go before they are answered."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import attrs
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from weft.transforms.server.protocol import checked
+from weft.transforms.server.refusals import Refusal
+
+T = TypeVar("T")
+
+
+@attrs.frozen(kw_only=True)
+class ServerLimits:
+    """The limits of a request.
+
+    Args:
+        max_body: bytes of a body.
+        max_n: completions of a prompt.
+        max_prompts: prompts of a request.
+        timeout: seconds from a request's body until its last token; None: no limit.
+        body_timeout: seconds in which a body must come.
+    """
+
+    max_body: int = 4 * 2**20
+    max_n: int = 128
+    max_prompts: int = 256
+    timeout: float | None = None
+    body_timeout: float = 30.0
+
+
+async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel]) -> Any:
+    """The body of a request, as a value of its class.
+
+    Raises:
+        Refusal: it is too large, too late, no JSON, or has other fields.
+    """
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            raw = await _read_bytes(request, limits.max_body)
+    except TimeoutError:
+        seen = f"the body did not come within {limits.body_timeout:g} s"
+        raise Refusal(408, seen, code="body_timeout") from None
+    try:
+        given = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
+    try:
+        return checked(kind, given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise Refusal(400, f"{place or 'the body'}: {first['msg']}", param=place or None) from None
+
+
+async def _read_bytes(request: Request, most: int) -> bytes:
+    size = request.headers.get("content-length", "0")
+    if size.isdecimal() and int(size[:18]) > most:
+        raise Refusal(413, f"a body of {size} bytes; at most {most}", code="body_too_large")
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > most:
+            raise Refusal(413, f"a body of more than {most} bytes", code="body_too_large")
+    return bytes(raw)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, unless the client goes before.
+
+    Raises:
+        ClientDisconnect: it went; the work is cancelled.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    own, client = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((own, client), return_when=asyncio.FIRST_COMPLETED)
+        if not own.done():
+            raise ClientDisconnect
+        return own.result()
+    finally:
+        own.cancel()
+        client.cancel()
+        await asyncio.gather(own, client, return_exceptions=True)
