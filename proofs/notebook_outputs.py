@@ -51,8 +51,19 @@ def run(notebook: Any, folder: Path) -> Any:
         "weft": {"torch": torch_version()},
     }
     for cell in code_cells(notebook):
-        cell.outputs = [cleaned(output) for output in cell.outputs if _BAR not in output.get("data", {})]
+        cell.outputs = joined([cleaned(output) for output in cell.outputs if _BAR not in output.get("data", {})])
     return notebook
+
+
+def joined(outputs: Sequence[Any]) -> list[Any]:
+    """The outputs with neighbouring pieces of one stream put together: a slow machine writes a text in several."""
+    found: list[Any] = []
+    for output in outputs:
+        if found and output.output_type == "stream" == found[-1].output_type and output.name == found[-1].name:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
 
 
 def cleaned(output: Any) -> Any:

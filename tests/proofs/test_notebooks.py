@@ -19,6 +19,7 @@ from weft.proofs.notebook_outputs import (
     FOLDER,
     code_cells,
     is_compared,
+    joined,
     kinds,
     names,
     read,
@@ -94,6 +95,15 @@ def test_times_and_addresses_are_not_compared() -> None:
     assert shown(cell) == shown(other) == ["6 graphs in (time), at (address), 12 bytes"]
     other.outputs[0].text = "7 graphs in 1.25 ms, at 0x7f12ab34, 12 bytes"
     assert shown(cell) != shown(other)
+
+
+def test_a_text_that_came_in_pieces_is_one() -> None:
+    """Also where a progress bar stood between them, which only a slow machine shows."""
+    pieces = [("stdout", "a"), ("stdout", "b\n"), ("stderr", "c"), ("stdout", "d")]
+    outputs = [nbformat.v4.new_output("stream", name=name, text=text) for name, text in pieces]
+    outputs.insert(0, nbformat.v4.new_output("display_data", {"text/plain": "1"}))
+    own = [(output.output_type, output.get("text")) for output in joined(outputs)]
+    assert own == [("display_data", None), ("stream", "ab\n"), ("stream", "c"), ("stream", "d")]
 
 
 def requirements(names: list[str]) -> set[str]:
