@@ -87,7 +87,7 @@ class IntermediateTensors(Summarized):
 @attrs.frozen(eq=False, repr=False)
 class Output(Summarized):
     """The last stage's output. In a step that verifies drafts, which samples several tokens for each request, the first
-    five fields are [num_reqs, n, ...]: n is the query length of a uniform class, otherwise the greatest number.
+    six fields are [num_reqs, n, ...]: n is the query length of a uniform class, otherwise the greatest number.
 
     Args:
         token_ids: [num_reqs] int64, the sampled token (meaningless if the batch does not sample).
@@ -97,8 +97,10 @@ class Output(Summarized):
             them.
         top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n likeliest tokens, by the model as above; None
             unless the step was built to find them.
+        ranks: [num_reqs] int64, 1 + the number of tokens that are likelier than the sampled one; None as above.
         prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has targets.
         prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest tokens in their place.
+        prompt_ranks: [num_tokens] int64, the ranks of the batch's `targets`.
         num_tokens: [num_reqs] int64, the number of `token_ids` that the request keeps, from the first; 0 if it already
             has all its tokens. None unless the step verifies drafts.
         num_drafts: [num_reqs] int64, the number of drafts; `num_tokens - 1` of them were right.
@@ -110,9 +112,11 @@ class Output(Summarized):
     logits: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
     top_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
     top_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
+    ranks: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
     prompt_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
     prompt_top_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
     prompt_top_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
+    prompt_ranks: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
     num_tokens: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
     num_drafts: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
     captured: dict[str, PerToken] = attrs.field(factory=dict)

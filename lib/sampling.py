@@ -27,16 +27,27 @@ def _as_dict(value: Any) -> Any:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else value
 
 
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _as_top_k(value: Any) -> Any:
+    """-1 means all tokens to vLLM, as 0 does."""
+    return 0 if is_int(value, -1, -1) else value
+
+
 @names_arguments(**SAMPLING)
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
-    """The choice of a request's tokens, and the conditions that end it. Names and defaults are those of vLLM, except
-    `bad_token_ids`, where vLLM has texts (`bad_words`).
+    """The choice of a request's tokens, and the conditions that end it. Names are those of vLLM, and so are the
+    defaults, except that of `temperature`.
 
     Args:
-        temperature: divides the logits; 0 is greedy.
-        top_k: draw from this many of the likeliest tokens (and those that tie with the last); 0: all.
-        top_p: draw from the least set of the likeliest tokens that together have this probability.
+        temperature: divides the logits; 0 is greedy. If it is not given, the request is greedy, and arguments that only
+            matter to a draw are refused: `top_k`, `top_p`, `min_p`, `n`.
+        top_k: draw from this many of the likeliest tokens (and those that tie with the last); 0 and -1: all.
+        top_p: draw from the least set of the likeliest tokens that together have this probability (and those that tie
+            with the last).
         min_p: draw from tokens at least this many times as likely as the likeliest; 0: all.
         repetition_penalty: logits of tokens in the prompt or the completion are divided by it if positive, multiplied
             if negative.
@@ -45,13 +56,21 @@ class SamplingParams:
         logit_bias: added to the logits of these tokens.
         allowed_token_ids: no other tokens are drawn; None: all are allowed.
         bad_token_ids: never drawn.
-        min_tokens: with fewer tokens, a request draws no token that would end it, and no stop text ends it.
+        bad_words: texts whose tokens, with a space before them or without, are never drawn one after the other. With
+            one of several tokens, each token of the request waits until the one before has been read, and the request
+            has no drafts.
+        min_tokens: with fewer tokens, a request draws no token that would end it, and a stop text does not end it that
+            is complete before.
         stop_token_ids: tokens that end the request, beside the model's own.
-        stop: texts that end it; its own text ends before them.
+        stop: texts that end it; the one that begins first in its text wins.
+        include_stop_str_in_output: its text ends after the stop text or token that ended it, not before.
         ignore_eos: the model's end-of-sequence tokens do not end it.
-        seed: with a token's position it fixes what is drawn; None: a fresh one.
-        logprobs: return the logprobs of this many of the likeliest tokens, beside the chosen one's; None: no logprobs.
+        seed: with a token's position it fixes what is drawn, whatever whole number it is; None: a fresh one.
+        logprobs: return the logprobs of this many of the likeliest tokens, and the rank of the chosen one; -1: of all
+            tokens; None: no logprobs but the chosen one's.
         prompt_logprobs: the same for each token of the prompt.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: False: the completion has no text.
         n: completions of the prompt, each with a seed of its own; at most 10,000.
 
     Raises:
@@ -65,8 +84,8 @@ class SamplingParams:
       instead: a number > 0 and <= 1; 1 keeps all
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = attrs.field(default=None)  # 0.0 once all are checked
+    top_k: int = attrs.field(default=0, converter=_as_top_k)
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -75,24 +94,35 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_as_dict)
     allowed_token_ids: Sequence[int] | None = attrs.field(default=None, converter=_as_tuple)
     bad_token_ids: Sequence[int] = attrs.field(default=(), converter=_as_tuple)
+    bad_words: str | Sequence[str] = attrs.field(default=(), converter=_as_tuple)
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = attrs.field(default=(), converter=_as_tuple)
     stop: str | Sequence[str] = attrs.field(default=(), converter=_as_tuple)
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
     n: int = 1
 
     def __attrs_post_init__(self) -> None:
         if fault := self._fault():
             raise RequestError(repr(self), *fault)
+        if _is_none(self.temperature):
+            object.__setattr__(self, "temperature", 0.0)
 
     def _fault(self) -> tuple[str, str] | None:
         """The first field, or the first two together, that no request can have, and what to write instead."""
         for name, (holds, instead) in _CHECKS.items():
             if not holds(getattr(self, name)):
                 return f"{name}={getattr(self, name)!r}", instead
+        if _is_none(self.temperature) and (drawn := self._only_drawn()):
+            seen = f"{drawn}, which changes nothing of a greedy request, and no temperature"
+            return seen, "temperature=1.0, or another at which to draw; temperature=0 to be greedy all the same"
+        if self.stop and not self.detokenize:
+            return "stop texts, and detokenize=False", "stop_token_ids=[...]: a completion without text has no such end"
         if fault := self._all_barred(_MOST_TOKENS):
             return fault
         factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
@@ -101,11 +131,17 @@ class SamplingParams:
             return seen, "a smaller bias: one of 1000 outweighs any logit"
         return None
 
+    def _only_drawn(self) -> str:
+        """The first argument given that matters only where tokens are drawn."""
+        names = [name for name, default in _DRAWN.items() if getattr(self, name) != default]
+        return f"{names[0]}={getattr(self, names[0])!r}" if names else ""
+
     def __repr__(self) -> str:
         """The call that makes it, with the arguments that differ from the defaults."""
-        changed = []
+        changed: list[str] = []
+        defaults: dict[str, Any] = {"logit_bias": {}, "temperature": 0.0 if self.temperature == 0 else None}
         for field in attrs.fields(type(self)):
-            value, default = getattr(self, field.name), {} if field.name == "logit_bias" else field.default
+            value, default = getattr(self, field.name), defaults.get(field.name, field.default)
             if value is not default and repr(value) != repr(default):  # by their repr: True is not 1
                 changed.append(f"{field.name}={value!r}")
         return f"SamplingParams({', '.join(changed)})"
@@ -168,10 +204,12 @@ def _are_biases(value: Any) -> bool:
 
 
 _TOKENS = "a list of token ids"
-_COUNT_OR_NONE = (lambda x: x is None or _is_count(x), "a whole number >= 0, or None")
+_LOGPROBS = (lambda x: x is None or _is_count(x) or is_int(x, -1, -1), "a whole number >= 0, -1 for all, or None")
+_TEXTS = (lambda x: isinstance(x, tuple) and all(isinstance(s, str) and s for s in x), "texts that are not empty")
+_BOOL = (lambda x: isinstance(x, bool), "True or False")
 _PENALTY = (lambda x: is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
 _CHECKS: dict[str, tuple[Any, str]] = {
-    "temperature": (lambda x: is_number(x, 0, 1e38), "a finite number >= 0; 0 is greedy"),
+    "temperature": (lambda x: x is None or is_number(x, 0, 1e38), "a finite number >= 0; 0 is greedy"),
     "top_k": (_is_count, "a whole number >= 0; 0 keeps all"),
     "top_p": (lambda x: is_number(x, 0, 1) and x > 0, "a number > 0 and <= 1; 1 keeps all"),
     "min_p": (lambda x: is_number(x, 0, 1), "a number from 0 to 1; 0 keeps all"),
@@ -183,11 +221,14 @@ _CHECKS: dict[str, tuple[Any, str]] = {
     "bad_token_ids": (_are_tokens, _TOKENS),
     "min_tokens": (_is_count, "a whole number >= 0"),
     "stop_token_ids": (_are_tokens, _TOKENS),
-    "stop": (lambda x: isinstance(x, tuple) and all(isinstance(s, str) and s for s in x), "texts that are not empty"),
-    "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+    **dict.fromkeys(("bad_words", "stop"), _TEXTS),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"), _BOOL),
     "seed": (lambda x: x is None or is_int(x, -(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
-    "logprobs": _COUNT_OR_NONE,
-    "prompt_logprobs": _COUNT_OR_NONE,
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
     "n": (lambda x: is_int(x, 1, _MOST_COMPLETIONS), f"a whole number from 1 to {_MOST_COMPLETIONS}"),
 }
 """The condition on each field, and the text of the error if it does not hold."""
+
+_DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1}
+"""The arguments that change nothing of a greedy request, or only repeat it, and their defaults."""

@@ -90,7 +90,9 @@ def time_decode(
     runner = make_runner(model, Limits(num_reqs, 4096), num_stages=num_stages, mode=mode)
     repeats = 30
     lengths = [context + 4 * (repeats + 2)] * num_reqs
-    state = make_state(model, runner.layouts, lengths, [SamplingParams(seed=row) for row in range(num_reqs)])
+    state = make_state(
+        model, runner.layouts, lengths, [SamplingParams(temperature=1.0, seed=row) for row in range(num_reqs)]
+    )
     for stage in state:
         stage.positions[:-1] = context  # as if prefilled: the time does not depend on what the pages hold
         stage.kv_pages.normal_()

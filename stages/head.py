@@ -69,8 +69,8 @@ def finish(
         reads = extras_of(resolved, lambda x: x if count == 1 else x.repeat_interleave(count, 0))
         logits = changed_logits(change, logits, rows, Extras({**reads, **_at(captured, beside, index)}))
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
-    top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
-    prompt: tuple[Tensor | None, ...] = (None, None, None)
+    top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None, None)
+    prompt: tuple[Tensor | None, ...] = (None, None, None, None)
     if batch.targets is not None:
         assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
         assert params.lm_head is not None
@@ -160,8 +160,9 @@ def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     return where.flatten(), rows.repeat_interleave(where.shape[1])
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32.
+def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32; and the ranks of the
+    chosen tokens [num_reqs] int64.
 
     They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits are not summed
     again.
@@ -172,8 +173,14 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int
         count: at most vocab_size.
     """
     best, ids = logits.topk(count, -1)
-    chosen = logits.gather(1, token_ids[:, None]).float()
-    return ids, best.float() - (chosen - logprobs[:, None])
+    chosen = logits.gather(1, token_ids[:, None])
+    return ids, best.float() - (chosen.float() - logprobs[:, None]), ranks_of(chosen, logits)
+
+
+def ranks_of(chosen: Tensor, logits: Tensor) -> Tensor:
+    """The ranks [n] int64 of tokens whose logits are `chosen` [n, 1] among those of all tokens [n, vocab_size]: 1 + the
+    number of those that are greater, so that tokens that tie share a rank."""
+    return (logits > chosen).sum(-1) + 1
 
 
 def prompt_logprobs(
@@ -182,7 +189,7 @@ def prompt_logprobs(
     targets: Tensor,
     count: int,
     changed: Callable[[Tensor, int], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
 
     Args:
@@ -192,18 +199,19 @@ def prompt_logprobs(
         changed: `(logits, start)`: a change of the logits of the tokens from `start` on.
 
     Returns:
-        [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first.
+        [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first; the targets' ranks [num_tokens]
+        int64.
     """
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, ...]] = []
     for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
         logits = F.linear(states, lm_head)
         if changed is not None:
-            logits = changed(logits, sum(len(own) for own, _, _ in parts))
+            logits = changed(logits, sum(len(own) for own, *_ in parts))
         logprobs = logits.float().log_softmax(-1)
         best, ids = logprobs.topk(count, -1)
-        parts.append((logprobs.gather(1, wanted[:, None])[:, 0], ids, best))
-    own, ids, best = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return own, ids, best
+        own = logprobs.gather(1, wanted[:, None])
+        parts.append((own[:, 0], ids, best, ranks_of(logits.gather(1, wanted[:, None]), logits)))
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
 def read_at(batch: Batch, num_drafts: int) -> Tensor:

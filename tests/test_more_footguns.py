@@ -173,20 +173,26 @@ def test_25_scan_unrolls_and_does_not_stack() -> None:
 # With models ---------------------------------------------------------------------------------------------------------
 
 
-def test_26_generate_is_greedy_and_sampling_params_are_not() -> None:
-    """`generate` has temperature 0 and `SamplingParams()` has 1, as vLLM's: to pass it for another field makes it draw.
+def test_26_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
+    """The text of a completion ends before what stopped it; its tokens, logprobs and usage count the tokens that said
+    it, and a token may hold more than the stop text.
 
-    Around it: say the temperature.
+    Around it: `include_stop_str_in_output=True`; `stop_reason` says what it was.
     """
     model = weft.load(weft.stages.DEMO, "cpu")
+    [whole] = weft.generate(model, ["A list"], max_tokens=12, graph="none")
+    assert whole.text
+    stop = whole.text[5:8]
 
-    def tokens(sampling: weft.SamplingParams | None) -> list[int]:
-        [made] = weft.generate(model, ["A list"], max_tokens=8, sampling=sampling, seed=3, graph="none")
-        return made.token_ids
+    def made(**given: bool) -> weft.Completion:
+        params = weft.SamplingParams(stop=stop, **given)
+        [completion] = weft.generate(model, ["A list"], max_tokens=12, sampling=params, graph="none")
+        return completion
 
-    assert weft.SamplingParams(min_tokens=2).temperature == 1
-    assert tokens(weft.SamplingParams(min_tokens=2)) != tokens(None)
-    assert tokens(weft.SamplingParams(min_tokens=2, temperature=0)) == tokens(None)
+    assert made().text == whole.text[: whole.text.index(stop)]
+    assert stop in (model.decode(made().token_ids) or "")
+    assert made(include_stop_str_in_output=True).text == f"{made().text}{stop}"
+    assert (made().finish_reason, made().stop_reason) == ("stop", stop)
 
 
 def test_27_a_seed_of_generate_goes_with_a_prompts_place() -> None:

@@ -16,7 +16,7 @@ _SAMPLING = {
     **_all("best_of num_return_sequences", "n=..."),
     **_all("stop_sequences stop_strings", "stop=[...]"),
     **_all("eos_token_id", "stop_token_ids=[...]"),
-    **_all("bad_words bad_words_ids suppress_tokens", "bad_token_ids=[...]"),
+    **_all("bad_words_ids suppress_tokens", "bad_token_ids=[...]; bad_words=[...], of texts"),
     **_all("sequence_bias", "logit_bias={...}"),
     **_all("output_scores return_logprob top_logprobs top_logprobs_num", "logprobs=..."),
 }
@@ -36,7 +36,6 @@ _NOWHERE = {
     **_all("attention_mask pad_token_id padding", "leave it out: prompts have any lengths, and none is padded"),
     **_all("cache_implementation past_key_values use_cache", "leave it out: keys and values are kept in pages"),
     **_all("return_dict_in_generate", "leave it out: a weft.Completion has text, token_ids and logprobs"),
-    **_all("detokenize skip_special_tokens", "leave it out: text has no special tokens; token_ids has all"),
     **_all("tokenizer tokenizer_mode", "leave it out: weft.load reads the folder's tokenizer.json"),
     **_all("trust_remote_code", "leave it out: weft runs no code of a checkpoint"),
     **_all("data_parallel_size tensor_parallel_size tp_size", "nothing like it: pipeline=... splits the layers"),
@@ -143,7 +142,7 @@ ENGINE = {
     **_all("enable_lora lora_modules lora_paths loras", "adapters={name: weft.load_adapter(model, folder)}"),
     **_all("async_scheduling disable_overlap_schedule", "run_ahead=..."),
     **_all("enable_chunked_prefill", "leave it out: prompts are always read in chunks"),
-    **_all("disable_radix_cache enable_prefix_caching", "leave it out: prompts share pages of what they begin with"),
+    **_all("disable_radix_cache enable_prefix_caching", "prefix_caching=False, or True"),
 }
 """The names for `Engine`."""
 

@@ -31,7 +31,9 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
     """Estimate, capture and count one ladder."""
     runner = make_runner(model, limits, mode="full_and_piecewise")
     rows = range(limits.max_num_reqs)
-    state = make_state(model, runner.layouts, [300] * len(rows), [SamplingParams(seed=row) for row in rows])
+    state = make_state(
+        model, runner.layouts, [300] * len(rows), [SamplingParams(temperature=1.0, seed=row) for row in rows]
+    )
     (graph,) = runner.graphs
     example = runner.params, state, Batch.decode(rows, device=device)
     start = time.perf_counter()

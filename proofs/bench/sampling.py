@@ -58,7 +58,7 @@ def time_case(name: str, count: int, vocab: int, device: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(count, vocab, generator=generator) * 3).to(device, torch.bfloat16)
     table = SamplingTable.zeros(count + 1, vocab, 300, device)
-    params = [SamplingParams(seed=row, **ASKED[name]) for row in range(count)]
+    params = [SamplingParams(**{"temperature": 1.0, "seed": row} | ASKED[name]) for row in range(count)]
     write_rows(table, range(count), params, [[1, 2, 3]] * count, [[4, 5]] * count)
     rows = torch.arange(count, device=device)
     temperature = torch.full((count,), float(params[0].temperature), device=device)

@@ -9,7 +9,7 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.requests import sample_seeds
 

@@ -17,8 +17,8 @@ from weft.stages.sown import Sown
 from weft.state import State, admit, resolve
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.prompts import RequestExtras, with_token_extras
-from weft.transforms.engine.requests import salt
+from weft.transforms.engine.prompts import with_token_extras
+from weft.transforms.engine.requests import Request, salt
 from weft.transforms.engine.step import batch_token_extras
 
 _REQUESTS, _STEP = "weft.transforms.engine.requests", "weft.transforms.engine.step"
@@ -38,8 +38,8 @@ def _of_the_row(state: State, batch: Batch) -> ResolvedBatch:
     return attrs.evolve(found, extras={name: PerRequest(x[first]) for name, x in state.extras.items()})
 
 
-def _salt_without_extras(adapter: int, version: int, extras: RequestExtras | None) -> bytes:
-    return salt(adapter, version)
+def _salt_without_extras(request: Request, version: int) -> bytes:
+    return salt(attrs.evolve(request, extras=None), version)
 
 
 def _lost_when_it_starts_again(*args: Any, generated: Any, extras: Any, **options: Any) -> State:

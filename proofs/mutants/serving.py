@@ -21,9 +21,9 @@ from weft.stages.attention.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import RequestMask, compute_mask
+from weft.transforms.engine.masks import RequestMask, compute_mask
 from weft.transforms.engine.pages import Pages, hash_page
-from weft.transforms.engine.prompts import PromptContent, RequestExtras
+from weft.transforms.engine.prompts import PromptContent
 from weft.transforms.engine.requests import HostState, Request, RequestState, end, preempt, salt
 from weft.transforms.engine.scheduler import observe
 from weft.transforms.engine.step import Work, batch_positions
@@ -98,8 +98,8 @@ def _in_their_chunk(given: Sequence[Any], starts: Sequence[int], *where: Any) ->
     return batch_positions(given, [0] * len(starts), *where)
 
 
-def _salt_of_none(adapter: int, version: int, extras: RequestExtras | None) -> bytes:
-    return salt(-1, version, extras)
+def _salt_of_none(request: Request, version: int) -> bytes:
+    return salt(attrs.evolve(request, adapter=-1), version)
 
 
 def _makes_room_from_the_first(host: HostState, req: RequestState, count: int) -> bool:
@@ -185,8 +185,8 @@ def _free_to_run_ahead(*args: Any) -> Request:
     return attrs.evolve(Request(*args), is_masked=False)
 
 
-def _without_version(adapter: int, version: int, extras: RequestExtras | None) -> bytes:
-    return salt(adapter, 0, extras)
+def _without_version(request: Request, version: int) -> bytes:
+    return salt(request, 0)
 
 
 def _pages_are_kept(host: HostState) -> HostState:

@@ -34,21 +34,47 @@ FAST = settings(deadline=None, max_examples=60)
 VOCAB = 40
 
 
-def test_the_defaults_are_vllms_and_use_nothing() -> None:
+def test_the_defaults_are_vllms_but_for_temperature_and_use_nothing() -> None:
     params = SamplingParams()
     assert attrs.asdict(params) == {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None, "bad_token_ids": (), "min_tokens": 0,
-        "stop_token_ids": (), "stop": (), "ignore_eos": False, "seed": None, "logprobs": None, "prompt_logprobs": None,
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None, "bad_token_ids": (), "bad_words": (),
+        "min_tokens": 0, "stop_token_ids": (), "stop": (), "include_stop_str_in_output": False, "ignore_eos": False,
+        "seed": None, "logprobs": None, "prompt_logprobs": None, "skip_special_tokens": True, "detokenize": True,
         "n": 1,
     }  # fmt: skip
     assert features(params) == 0
     assert repr(params) == "SamplingParams()"
+    assert params == SamplingParams(temperature=0)
+    assert repr(SamplingParams(temperature=1.0)) == "SamplingParams(temperature=1.0)"
+
+
+@pytest.mark.parametrize("given", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}])
+def test_what_only_matters_to_a_draw_needs_a_temperature(given: dict[str, Any]) -> None:
+    """To pass `top_p` alone neither makes a greedy request draw, nor does it nothing."""
+    [(name, value)] = given.items()
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**given)
+    assert error.value.seen == f"{name}={value}, which changes nothing of a greedy request, and no temperature"
+    assert error.value.instead.startswith("temperature=1.0, or another at which to draw; temperature=0 to be greedy")
+    for temperature in (0, 0.5):
+        params = SamplingParams(**given, temperature=temperature)
+        assert attrs.evolve(params, seed=1) == SamplingParams(**given, temperature=temperature, seed=1)
+
+
+def test_all_tokens_by_minus_1() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams()
+    assert SamplingParams(logprobs=-1, prompt_logprobs=-1).logprobs == -1
+
+
+def test_stop_texts_need_text() -> None:
+    with pytest.raises(RequestError, match="saw: stop texts, and detokenize=False\n  instead: stop_token_ids="):
+        SamplingParams(stop="a", detokenize=False)
 
 
 REFUSED: dict[str, Any] = {
-    "temperature": (-0.1, math.inf, math.nan, "1", None, True, 1e39),
-    "top_k": (-1, 1.5, True, None),
+    "temperature": (-0.1, math.inf, math.nan, "1", True, 1e39),
+    "top_k": (-2, -1.0, 1.5, True, None),
     "top_p": (0, 0.0, 1.5, -1, math.nan, "x"),
     "min_p": (-0.1, 1.1, math.nan, None),
     "repetition_penalty": (0, -1.0, math.inf, 1e-46, math.nan),
@@ -59,11 +85,13 @@ REFUSED: dict[str, Any] = {
     "bad_token_ids": ((-1,), 5, (None,), (True,)),
     "min_tokens": (-1, 1.0, None),
     "stop_token_ids": ((-2,), 7, "ab"),
-    "stop": ("", ("a", ""), 5, (1,)),
-    "ignore_eos": (1, None, "yes"),
+    **dict.fromkeys(("stop", "bad_words"), ("", ("a", ""), 5, (1,))),
+    **dict.fromkeys(
+        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), (1, None, "yes")
+    ),
     "seed": (1.0, "1", 2**63, -(2**63) - 1, True),
-    "logprobs": (-1, 1.0, True),
-    "prompt_logprobs": (-1, 1.0),
+    "logprobs": (-2, 1.0, True),
+    "prompt_logprobs": (-2, 1.0),
     "n": (0, -1, 1.0, None, True, 10_001),
 }
 
@@ -144,7 +172,7 @@ FEATURES_OF = {
 
 @pytest.mark.parametrize(("bit", "changes"), [(bit, c) for bit, group in FEATURES_OF.items() for c in group])
 def test_features_are_what_a_request_uses(bit: int, changes: dict[str, Any]) -> None:
-    assert features(SamplingParams(**changes)) == bit
+    assert features(SamplingParams(**{"temperature": 1.0} | changes)) == bit
 
 
 @FAST
@@ -171,7 +199,7 @@ def test_rows_hold_what_was_written_and_others_are_left(params: list[SamplingPar
 
 def test_a_stage_that_does_not_sample_holds_numbers_alone() -> None:
     table = SamplingTable.zeros(2, 0, 4, "cpu")
-    params = SamplingParams(seed=1, logit_bias={3: 1.0}, bad_token_ids=[1], presence_penalty=1.0)
+    params = SamplingParams(temperature=1.0, seed=1, logit_bias={3: 1.0}, bad_token_ids=[1], presence_penalty=1.0)
     write_rows(table, [0], [params], [[1000]], [[]])
     assert table.ints[0, SEED] == 1
     assert table.floats[0, TEMPERATURE] == 1
@@ -180,7 +208,7 @@ def test_a_stage_that_does_not_sample_holds_numbers_alone() -> None:
 def test_the_margin_of_min_p_1_is_positive_zero() -> None:
     """Kernels order the bits of distances, and those of -0.0 are not those of 0.0."""
     table = SamplingTable.zeros(2, 0, 4, "cpu")
-    write_rows(table, [0], [SamplingParams(seed=1, min_p=1.0)], [[1]], [[]])
+    write_rows(table, [0], [SamplingParams(temperature=1.0, seed=1, min_p=1.0)], [[1]], [[]])
     assert table.floats[0, MARGIN].view(torch.int32).item() == 0
 
 
@@ -195,4 +223,4 @@ def test_tokens_of_a_prompt_that_a_model_does_not_have_are_refused(prompt: list[
 
 def test_a_request_that_draws_needs_a_seed() -> None:
     with pytest.raises(RequestError, match=r"without a seed\n  instead: params.for_request\(eos_token_ids, seed\)"):
-        write_rows(SamplingTable.zeros(2, VOCAB, 4, "cpu"), [0], [SamplingParams()], [[1]], [[]])
+        write_rows(SamplingTable.zeros(2, VOCAB, 4, "cpu"), [0], [SamplingParams(temperature=1.0)], [[1]], [[]])

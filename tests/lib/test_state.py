@@ -230,7 +230,7 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     "the scratch row by its other name": _asked([-1], [[0]], 1, 1),
     "a row that does not exist": _asked([ROWS + 1], [[0]], 1, 1),
     "a row twice": _asked([0, 0], [[0], [1]], 2, 2),
-    "no seed for a request that draws": ([0], [[0]], [SamplingParams()], [[1]]),
+    "no seed for a request that draws": ([0], [[0]], [SamplingParams(temperature=1.0)], [[1]]),
 }
 
 

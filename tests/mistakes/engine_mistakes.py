@@ -47,7 +47,7 @@ MISTAKES = {
     "engine: two prompts at once": Mistake(
         lambda: engine().add(["A", "B"], max_tokens=1),
         RequestError,
-        "engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=1, id='request 0')",
+        "engine.add(prompt, SamplingParams(), max_tokens=1, id='request 0')",
         "the prompt holds 'A'",
         "one prompt: a string or a list of token ids",
     ),
@@ -75,14 +75,14 @@ MISTAKES = {
     "engine: a chat for a prompt": Mistake(
         lambda: engine().add([{"role": "user", "content": "A"}], max_tokens=1),
         RequestError,
-        "engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=1, id='request 0')",
+        "engine.add(prompt, SamplingParams(), max_tokens=1, id='request 0')",
         "the prompt holds {'role': 'user', 'content': 'A'}",
         "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat",
     ),
     "adapter: one that the engine does not have": Mistake(
         lambda: engine().add("A", max_tokens=1, adapter="sql"),
         RequestError,
-        "engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=1, id='request 0')",
+        "engine.add(prompt, SamplingParams(), max_tokens=1, id='request 0')",
         "adapter='sql'",
         "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none",
     ),

@@ -68,7 +68,7 @@ def test_without_an_oracle_the_model_alone_is_one(architecture: str, graph: str)
 def test_prompts_may_be_texts_and_texts_may_end_requests() -> None:
     sampling = [
         weft.SamplingParams(temperature=0.0, stop=["e", " "], logprobs=2),
-        weft.SamplingParams(n=2),
+        weft.SamplingParams(temperature=1.0, n=2),
     ]
     prompts: list[str | list[int]] = ["The function", "The function returns", [1, 2]]
     run(engine_machine(with_text(), prompts=prompts, sampling=sampling, graph="none"))
@@ -107,7 +107,7 @@ def test_the_oracle_is_asked_once_for_each_request_and_gets_its_own_seed() -> No
         small_model(),
         asked.append,  # which returns None: the model alone is the oracle
         prompts=[[1, 2]],
-        sampling=[weft.SamplingParams(n=2)],
+        sampling=[weft.SamplingParams(temperature=1.0, n=2)],
         graph="none",
         max_tokens=3,
     )

@@ -16,7 +16,7 @@ from weft.padding import pad, unpad
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.stages import head as module
-from weft.stages.head import prompt_logprobs, top_logprobs
+from weft.stages.head import prompt_logprobs, ranks_of, top_logprobs
 from weft.stages.model import DEMO, Model
 from weft.state import advance
 from weft.transforms.engine.setup import Runner, make_runner, make_state
@@ -35,10 +35,17 @@ COUNT = 3
 def test_the_top_is_the_softmaxs(rows: int, seed: int, count: int) -> None:
     logits = torch.randn(rows, 50, generator=torch.Generator().manual_seed(seed)) * 5
     ids, logprobs = sample(logits, torch.ones(rows), torch.arange(rows), torch.arange(rows))
-    top_ids, top = top_logprobs(logits, ids, logprobs, count)
+    top_ids, top, ranks = top_logprobs(logits, ids, logprobs, count)
     expected = logits.log_softmax(-1).topk(count)
     assert torch.equal(top_ids, expected.indices)
     torch.testing.assert_close(top, expected.values, atol=1e-5, rtol=1e-5)
+    places = logits.argsort(-1, descending=True)  # no two logits are equal
+    assert ranks.tolist() == [own.tolist().index(token) + 1 for own, token in zip(places, ids.tolist(), strict=True)]
+
+
+def test_tokens_that_tie_share_a_rank() -> None:
+    logits = torch.tensor([[2.0, 3.0, 2.0, -torch.inf, 3.0]]).expand(5, 5)
+    assert ranks_of(logits.gather(1, torch.arange(5)[:, None]), logits).tolist() == [3, 1, 3, 5, 1]
 
 
 @FAST
@@ -49,12 +56,13 @@ def test_prompts_are_cut_and_put_together(tokens: int, count: int, seed: int) ->
     targets = torch.randint(0, 30, (tokens,), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOKENS_AT_ONCE", 7)
-        own, ids, best = prompt_logprobs(normed, head, targets, count)
+        own, ids, best, ranks = prompt_logprobs(normed, head, targets, count)
     expected = (normed @ head.t()).log_softmax(-1)
     torch.testing.assert_close(own, expected.gather(1, targets[:, None])[:, 0])
     torch.testing.assert_close(best, expected.topk(count).values)
     assert ids.shape == (tokens, count)
     torch.testing.assert_close(expected.gather(1, ids), best)
+    assert torch.equal(ranks, (expected > expected.gather(1, targets[:, None])).sum(-1) + 1)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +115,7 @@ def test_a_prompts_tokens_in_chunks(model: Model, num_stages: int) -> None:
         outs.append(out)
     seen = torch.cat([out.prompt_logprobs for out in outs if out.prompt_logprobs is not None])
     top = torch.cat([out.prompt_top_logprobs for out in outs if out.prompt_top_logprobs is not None])
+    ranks = torch.cat([out.prompt_ranks for out in outs if out.prompt_ranks is not None])
     first, second = (x.log_softmax(-1) for x in logits_by_hand(model))
     places = {0: [0, 1, 2, 3, 8], 1: [4, 5, 6]}  # each token's place in the three batches, without the last token
     for row, expected in ((0, first), (1, second)):
@@ -114,6 +123,7 @@ def test_a_prompts_tokens_in_chunks(model: Model, num_stages: int) -> None:
         own = expected[:-1].gather(1, wanted[:, None])[:, 0]
         torch.testing.assert_close(seen[places[row]], own, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(top[places[row]], expected[:-1].topk(COUNT).values, atol=1e-4, rtol=1e-4)
+        assert torch.equal(ranks[places[row]], ranks_of(expected[:-1].gather(1, wanted[:, None]), expected[:-1]))
 
 
 def test_batches_with_targets_and_masks_are_padded_cut_and_captured(model: Model) -> None:
@@ -167,8 +177,8 @@ def test_padding_of_a_mask_allows_all_and_that_of_targets_is_a_token(model: Mode
 
 def test_plain_batches_return_none_of_it(model: Model) -> None:
     runner = make_runner(model, Limits(1, 16), mode="none")
-    state = make_state(model, runner.layouts, [16], [SamplingParams(seed=1)])
+    state = make_state(model, runner.layouts, [16], [SamplingParams(temperature=1.0, seed=1)])
     _, out = runner.step(runner.params, state, Batch.ragged([0], [PROMPTS[0]]))
     fields = [f.name for f in attrs.fields(Output) if f.name != "captured"]
-    assert [getattr(out, name) is None for name in fields] == [False, False, *[True] * 8]
+    assert [getattr(out, name) is None for name in fields] == [False, False, *[True] * 10]
     assert out.captured == {}

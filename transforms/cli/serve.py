@@ -19,7 +19,7 @@ from weft.stages.model import DEMO, Model
 from weft.transforms.cli.options import Serve
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits
 
 

@@ -1,6 +1,7 @@
 """A completion as it grows: its tokens and what came with them (`CompletionState`), and their text (`Detokenizer`)."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Container, Iterator, Mapping
 
 import attrs
 import torch
@@ -23,6 +24,24 @@ _MAX_HELD = 8
 but the last three can be shown."""
 
 
+@attrs.define
+class RequestTimes:
+    """The moments of a completion, in seconds of `time.monotonic()`; None: not yet. Any two are equal, so that equal
+    completions are.
+
+    Args:
+        added: it was added to the engine.
+        admitted: it was given a row and pages, for the first time.
+        first_token: the host read its first token.
+        finished: it ended.
+    """
+
+    added: float = attrs.field(factory=time.monotonic, eq=False)
+    admitted: float | None = attrs.field(default=None, eq=False)
+    first_token: float | None = attrs.field(default=None, eq=False)
+    finished: float | None = attrs.field(default=None, eq=False)
+
+
 # `tokenizers.decoders.DecodeStream` (0.23.3) does not replace this class: on 4,000 random sequences of a byte-fallback
 # tokenizer it raised in 610; and a token took 36 µs after 200 invalid bytes and 190 µs after 800, here 4 µs.
 @attrs.define(eq=False)
@@ -35,9 +54,11 @@ class Detokenizer:
 
     Args:
         tokenizer: None: tokens have no text.
+        skip_special_tokens: whether the text of what is decoded leaves them out.
     """
 
     tokenizer: Tokenizer | None
+    skip_special_tokens: bool = True
     _before: list[int] = attrs.field(factory=list)
     _held: list[int] = attrs.field(factory=list)
 
@@ -69,7 +90,7 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if self.tokenizer is None or not token_ids:
             return ""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens))
 
 
 def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -107,26 +128,36 @@ class CompletionState:
     Args:
         request: what the user asked for.
         tokenizer: None: completions have no text.
-        special_ids: the tokens that text does not show.
-        token_ids, logprobs, top_logprobs: one entry for each generated token.
-        prompt_logprobs, prompt_top_logprobs: one entry for each token of the prompt but the first, as far as computed.
+        special_ids: the tokens that text does not show, unless the request wants to see them.
+        eos_ids: the model's own ends.
+        token_ids, logprobs: one entry for each generated token.
+        top_logprobs, ranks: the same where the request asks for logprobs; ranks, where it asks for one or more.
+        prompt_logprobs, prompt_top_logprobs, prompt_ranks: one entry for each token of the prompt but the first, as far
+            as computed.
         text_offsets: for each generated token, where its text begins in the text so far.
         text: the text to show: whole characters, without an end that may be the beginning of a stop text.
         reason: why it ended; empty: it has not.
+        stop_reason: the token or the text that ended it; None: the model's own end, or nothing of the kind.
+        times: when it was added, admitted, first heard of, and finished.
         num_captured: the number of tokens of which the stages' captures have come.
     """
 
     request: Request
     tokenizer: Tokenizer | None = attrs.field(repr=False)
     special_ids: frozenset[int] = attrs.field(default=frozenset(), repr=False)
+    eos_ids: Container[int] = attrs.field(default=(), repr=False)
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
+    ranks: list[int] = attrs.field(factory=list)
     prompt_logprobs: list[float] = attrs.field(factory=list)
     prompt_top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
+    prompt_ranks: list[int] = attrs.field(factory=list)
     text_offsets: list[int] = attrs.field(factory=list)
     text: str = ""
     reason: str = ""
+    stop_reason: int | str | None = None
+    times: RequestTimes = attrs.field(factory=RequestTimes, repr=False)
     num_captured: int = 0
     _captured: list[_Captured] = attrs.field(factory=list, repr=False)
     _num_owned: int = 0  # of the first of these
@@ -134,24 +165,47 @@ class CompletionState:
     _rows_lent: int = 0  # tokens of these steps, those of other requests included
     _decoded: str = ""
     _stopped: bool = False
+    _hides_last: bool = False  # the text of the token that ended it
     _num_searched: int = 0  # leading characters without a stop text that ends the request
     _detokenizer: Detokenizer = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer)
+        params = self.request.sampling
+        if not params.detokenize:
+            self.tokenizer = None
+        if not params.skip_special_tokens:
+            self.special_ids = frozenset()
+        self._detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
 
-    def append(self, result: StepResult, row: int, index: int = 0) -> bool:
-        """Append token `index` of a row of a step; returns whether a stop text ends the request with it."""
-        token = result.token_ids[row][index]
+    @property
+    def cumulative_logprob(self) -> float:
+        """The natural logarithm of the model's probability of all generated tokens."""
+        return sum(self.logprobs)
+
+    def append(self, result: StepResult, row: int, index: int = 0, *, is_stop: bool = False) -> bool:
+        """Append token `index` of a row of a step; returns whether a stop text ends the request with it.
+
+        Args:
+            is_stop: it is a token that ends the request.
+        """
+        token, params = result.token_ids[row][index], self.request.sampling
         self.token_ids.append(token)
         self.logprobs.append(result.logprobs[row][index])
-        wanted = self.request.sampling.logprobs
-        if wanted is not None:
-            self.top_logprobs.append(dict(result.top_logprobs[row][index][:wanted]) if result.top_logprobs else {})
+        if params.logprobs is not None:
+            top = result.top_logprobs[row][index][: params.logprobs] if result.top_logprobs else ()
+            self.top_logprobs.append(dict(top))
+        if params.logprobs:
+            self.ranks.append(result.ranks[row][index])
+        if self.times.first_token is None:
+            self.times.first_token = time.monotonic()
+        if is_stop:
+            is_own = token in self.eos_ids and not params.ignore_eos
+            self.stop_reason = None if is_own else token
+            self._hides_last = not params.include_stop_str_in_output
         if self.tokenizer is None:
             return False
         self.text_offsets.append(len(self._decoded))
-        self._decoded += self._detokenizer.add(token, special=token in self.special_ids)
+        self._decoded += self._detokenizer.add(token, special=token in self.special_ids or self._hides_last)
         return self._update_text()
 
     def append_captured(
@@ -221,6 +275,8 @@ class CompletionState:
                 top = dict(result.prompt_top_logprobs[first + offset][:wanted]) if wanted else {}
                 self.prompt_logprobs.append(result.prompt_logprobs[first + offset])
                 self.prompt_top_logprobs.append(top)
+                if wanted:
+                    self.prompt_ranks.append(result.prompt_ranks[first + offset])
 
     def _update_text(self) -> bool:
         """Search for stop texts; returns whether there is one."""
@@ -229,11 +285,12 @@ class CompletionState:
             self.text = self._decoded
             return False
         stops = params.stop if len(self.token_ids) >= params.min_tokens else ()
-        starts = [self._decoded.find(stop, max(self._num_searched - len(stop) + 1, 0)) for stop in stops]
+        starts = [(self._decoded.find(stop, max(self._num_searched - len(stop) + 1, 0)), stop) for stop in stops]
         self._num_searched = len(self._decoded)
-        found = min((start for start in starts if start >= 0), default=None)
-        if found is not None:
-            self.text, self._stopped = self._decoded[:found], True
+        start, stop = min((own for own in starts if own[0] >= 0), key=lambda own: own[0], default=(-1, ""))
+        if stop:
+            end = start + len(stop) * params.include_stop_str_in_output
+            self.text, self.stop_reason, self._stopped = self._decoded[:end], stop, True
             return True
         held = max((_overlap(self._decoded, stop) for stop in params.stop), default=0)
         self.text = self._decoded[: len(self._decoded) - held]
@@ -241,9 +298,11 @@ class CompletionState:
 
     def end(self, reason: str) -> None:
         """End it: text that was held back is shown, an incomplete character as U+FFFD."""
-        self.reason = reason
+        self.reason, self.times.finished = reason, time.monotonic()
         if self.tokenizer is not None and not self._stopped:
-            whole = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
+            shown = self.token_ids[:-1] if self._hides_last else self.token_ids
+            skips = self.request.sampling.skip_special_tokens
+            whole = str(self.tokenizer.decode(shown, skip_special_tokens=skips))
             self.text = whole if whole.startswith(self.text) else self._decoded + self._detokenizer.end()
         self.text_offsets = [min(offset, len(self.text)) for offset in self.text_offsets]
 

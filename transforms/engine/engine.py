@@ -16,7 +16,8 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.executor import Executor, FinishedWork, PendingResults, StepGuard, StepResult, capture_all
-from weft.transforms.engine.inputs import Mask, RequestBuilder
+from weft.transforms.engine.inputs import RequestBuilder
+from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
 from weft.transforms.engine.prompts import EmbedsPrompt
@@ -42,13 +43,13 @@ class Engine:
         pipeline: the number of stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
-        run_ahead: steps to launch before the tokens of the first of them are read, so that the host works while the
-            device does. Tokens sampled after a request's end are dropped.
-        num_logprobs: the most logprobs that a request may ask for.
+        run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
+        num_logprobs: the most logprobs that a request may ask for; -1: those of all tokens.
         seed: for requests without one; None: a fresh one.
         backend: of graphify.
         adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
         speculation: how drafts are made, so that a step verifies several tokens; None: no drafts.
+        prefix_caching: whether requests share the pages of equal prefixes; False: each computes its own.
 
     Raises:
         RequestError: an invalid argument, or limits that leave no room for a request.
@@ -75,15 +76,15 @@ class Engine:
         backend: str | None = None,
         adapters: Mapping[str, Adapter] | None = None,
         speculation: Speculation | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
         options: dict[str, Any] = {"graph": graph, "num_logprobs": num_logprobs, "seed": seed}
+        options["prefix_caching"] = prefix_caching
         own = {"limits": limits, "adapters": adapters, "speculation": speculation}
         check_engine(call, model, transport, pipeline=pipeline, run_ahead=run_ahead, **options, **own)
-        self.model = model
-        self.transport = transport or Local()
-        self.run_ahead = run_ahead
-        self.num_logprobs = num_logprobs
+        self.model, self.transport, self.run_ahead = model, transport or Local(), run_ahead
+        self.num_logprobs = num_logprobs = model.config.vocab_size if num_logprobs == -1 else num_logprobs
         if speculation is not None:
             speculation.check(call, model, 0 in self.transport.ranks(pipeline))
         graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)  # once, with one warning
@@ -100,14 +101,14 @@ class Engine:
 
         self.limits = limits.resolve(model, pipeline, self.transport, speculation, executor)
         own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
-        self._builder = RequestBuilder(model, num_logprobs, own_seed, {name: slot for slot, name in enumerate(named)})
+        slots = {name: slot for slot, name in enumerate(named)}
+        self._builder = RequestBuilder(model, num_logprobs, own_seed, slots, prefix_caching)
         self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
         self._executor = executor(self.limits)
-        self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size)
+        self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size, self._builder.eos_ids)
         self._counts = Counts(engine_ladder(graph, self.limits.budget, len(named), model.functions))
         self._pending: deque[PendingResults] = deque()
-        self._failed: list[RequestOutput] = []
-        self._num_added = 0
+        self._failed, self._num_added = list[RequestOutput](), 0
         self._guard = StepGuard("engine.step()")
         self._streams = Streams(self, self._is_distributed)
         self._assert_equal = self.transport.assert_equal if self._is_distributed else None
@@ -132,25 +133,26 @@ class Engine:
         adapter: str | None = None,
         mask: Mask | None = None,
         extras: Mapping[str, Tensor] | None = None,
+        cache_salt: str = "",
     ) -> str:
         """Add a request; the next `step()`s return its tokens.
 
         Args:
             prompt: a string or token ids; or, with embeddings and positions of its own, a `weft.EmbedsPrompt`, the same
-                on every rank, bit for bit: the first stage computes with it, and all ranks hash pages with it.
+                on every rank, bit for bit.
             sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has `n` completions,
                 which share the pages of the prompt.
             max_tokens: the most tokens to generate; the model's own limit on positions may end it sooner.
             id: a name that no request has that has not ended; None: the engine makes one.
-            priority: FIFO within a priority; lower numbers first. While enough requests of lower numbers keep coming,
-                one of a higher number gets no turn.
+            priority: FIFO within a priority; lower numbers first, and a higher one gets no turn while they keep coming.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
             mask: a function, such as a grammar's, that is called before each token with the tokens generated so far and
-                returns those that may be next (`weft.transforms.engine.inputs.Mask`); None: any token. Each token waits
-                until the one before has been read, so such a request does not run ahead, and has no drafts. If the
-                function raises or allows nothing, this request alone ends with an error.
+                returns those that may be next (`weft.transforms.engine.masks.Mask`); None: any token. Each token waits
+                until the one before has been read: no run-ahead, no drafts. If the function raises or allows nothing,
+                this request alone ends with an error.
             extras: the request's own inputs for the model's stages, by name (`model.with_stages(..., extras=...)`), and
                 those of its prompt's tokens (`token_extras=...`); names that it leaves out have the model's defaults.
+            cache_salt: it shares pages of the prefix cache with requests of the same salt alone.
 
         Returns:
             The id.
@@ -162,17 +164,17 @@ class Engine:
         self._guard.check("engine.add(...)")
         name = self._new_name() if id is None else id
         options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
-        requests = self._builder.build(self._num_added, name, prompt, sampling, **options, extras=extras)
+        options |= {"extras": extras, "cache_salt": cache_salt}
+        requests, mask = self._builder.build(self._num_added, name, prompt, sampling, **options)
         call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
         check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
         if self._assert_equal is not None:
             self._assert_equal("the request", f"{requests[0]}, n={len(requests)}")
-        first_job = self._host.num_jobs
         self._host = add(self._host, requests[0], self.limits.budget)
         for request in requests[1:]:  # they wait for the pages of their prompt, and its logprobs are computed once
             params = attrs.evolve(request.sampling, prompt_logprobs=None)
             self._host = add(self._host, attrs.evolve(request, sampling=params), self.limits.budget, behind=name)
-        self._outputs.add(name, requests, first_job, mask)
+        self._outputs.add(name, requests, self._host.num_jobs, mask)
         self._num_added += 1
         return name
 
@@ -181,10 +183,7 @@ class Engine:
         return next(name for name in names if name not in self._outputs and not self._host.find(name))
 
     def abort(self, id: str) -> list[RequestOutput]:
-        """End a request: all of its completions that have not ended.
-
-        Returns:
-            The last output of each.
+        """End a request; returns the last output of each completion that had not ended.
 
         Raises:
             RequestError: the engine has no request of this name, or it has ended.
@@ -210,15 +209,14 @@ class Engine:
         adapter: str | None = None,
         mask: Mask | None = None,
         extras: Mapping[str, Tensor] | None = None,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request as an async iterator. Any number of streams share one event loop and every step. A
-        consumer that stops (`aclose()`, `break`, a cancelled task) aborts its request.
-
-        A task of the event loop steps the engine: do not call `step()` or iterate over the engine meanwhile. All stages
-        must run in this process.
+        """The outputs of one request as an async iterator. Any number of streams share one event loop, a task of which
+        steps the engine: do not call `step()` or iterate over the engine meanwhile. A consumer that stops (`aclose()`,
+        `break`, a cancelled task) aborts its request. All stages must run in this process.
 
         Args:
-            prompt, sampling, max_tokens, id, priority, adapter, mask, extras: as `add` takes them.
+            prompt, sampling, max_tokens, id, priority, adapter, mask, extras, cache_salt: as `add` takes them.
 
         Raises:
             RequestError: what `add` raises, when the first output is awaited.
@@ -227,15 +225,13 @@ class Engine:
         >>> import asyncio
         >>> from weft.stages.model import DEMO, load
         >>> engine = Engine(load(DEMO, "cpu"), graph="none")
-        >>> async def count(prompt):
-        ...     return sum([len(output.token_ids) async for output in engine.stream(prompt, max_tokens=3)])
-        >>> async def both():
-        ...     return await asyncio.gather(count("The function"), count("A list"))
-        >>> asyncio.run(both())
-        [3, 3]
+        >>> async def count():
+        ...     return sum([len(output.token_ids) async for output in engine.stream("A list", max_tokens=3)])
+        >>> asyncio.run(count())
+        3
         """
         options: dict[str, Any] = {"priority": priority, "adapter": adapter, "mask": mask, "extras": extras}
-        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, **options)
+        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, cache_salt=cache_salt, **options)
 
     @property
     def num_unfinished(self) -> int:
@@ -261,10 +257,8 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[RequestOutput]:
-        """Launch work as far ahead as is allowed, and read the oldest.
-
-        Returns:
-            One output for each completion that got tokens or ended; empty if there was nothing to read.
+        """Launch work as far ahead as is allowed, and read the oldest; returns one output for each completion that got
+        tokens or ended, if there was something to read.
 
         Raises:
             EngineError: an earlier step was interrupted by an error or Ctrl-C, and what it did is not known.
@@ -302,6 +296,7 @@ class Engine:
             self._copy_results(self._executor(works))
             for work in works:
                 self._counts.add(work)
+                self._outputs.note_admissions(work)
         return bool(works)
 
     def _apply_masks(self, work: Work) -> Work:
@@ -343,17 +338,15 @@ class Engine:
         """Change the parameters. Pages of the KV cache that were computed with the old ones are not read again:
         unfinished requests keep their tokens, and their pages are computed anew. Graphs are not captured again.
 
-        The new values are written into the tensors of `engine.model`. If you change those tensors in place yourself, as
-        an optimizer does, the next step notices, as far as torch counts changes. It counts operators. It does not count
-        changes to a tensor's `.data`, `fused=True` optimizers, writes by an array, your own kernel or another process,
-        or tensors made in inference mode: then call `engine.update()`. With stages in other processes, call it after
-        every change, on every rank.
+        The new values are written into the tensors of `engine.model`. If you change those in place yourself, as an
+        optimizer does, the next step notices, as far as torch counts changes: by operators, but not those to a tensor's
+        `.data`, by `fused=True` optimizers, an array, your own kernel, another process, or in inference mode: then call
+        `engine.update()`. With stages in other processes, call it after every change, on every rank.
 
         Args:
             params: parameters as in a model of `weft.load`; or tensors by transformers' names, such as a
-                `state_dict()`: parameters that it does not name stay, and those of other stages are skipped. If every
-                rank is given all of them, 4 values of each are compared between ranks. None: they were changed in
-                place.
+                `state_dict()`: parameters that it does not name stay, and those of other stages are skipped. Between
+                ranks, 4 values of each are compared. None: they were changed in place.
             adapters: new adapters under names that the engine was made with, of no larger rank.
 
         Raises:
@@ -378,17 +371,21 @@ class Engine:
         self._copy_results(self._executor.flush())
         self._host = outdate(self._host)
 
+    def reset_prefix_cache(self) -> int:
+        """Let no later request find the pages computed so far; returns how many could be found. Requests under way keep
+        theirs. With stages in other processes, call it on every rank."""
+        self._guard.check(call := "engine.reset_prefix_cache()")
+        if self._assert_equal is not None:
+            self._assert_equal("the call", call)
+        return self._host.pages.forget()
+
     def warm_up(self) -> Stats:
-        """Capture all graphs of the ladder, largest first, with a progress bar on a terminal. Without it, each graph is
-        captured when it is first needed. On a GPU the kernels are compiled first, several at once. Captures run on
-        padding, in rows and pages that no request has. Steps with masks, embeddings or prompt logprobs have graphs of
-        their own, which are captured when they are first needed.
+        """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; returns `stats()`. On a
+        GPU the kernels are compiled first, several at once. Captures run on padding, in rows that no request has.
+        Steps with masks, embeddings or prompt logprobs have other graphs, captured when they are first needed.
 
         For even latency, call `gc.collect()` and `gc.freeze()` afterwards: a full collection looks through all objects
         of torch and of the model, which takes 0.1 s, in the middle of a step.
-
-        Returns:
-            The engine's counts, the number of captured graphs among them.
         """
         capture_all(self._executor.examples())
         return self.stats()

@@ -222,7 +222,8 @@ class StepResult:
             none, in a row with a fault.
         top_logprobs: the likeliest tokens and their logprobs, for each of those tokens or for more; empty if no request
             asked.
-        prompt_logprobs, prompt_top_logprobs: for each token of the batch; empty if no request asked.
+        ranks: of the new tokens; empty as above.
+        prompt_logprobs, prompt_top_logprobs, prompt_ranks: for each token of the batch; empty if no request asked.
         num_drafts: the number of drafts that were verified.
         faults: for each row in which no token was drawn after those, the logprob that says so: NaN, or -inf.
         captured: [num_tokens, ...] by name: what the stages captured of each token of the batch.
@@ -236,6 +237,8 @@ class StepResult:
     num_drafts: int = 0
     faults: dict[int, float] = attrs.field(factory=dict)
     captured: dict[str, Tensor] = attrs.field(factory=dict)
+    ranks: list[list[int]] = attrs.field(factory=list)
+    prompt_ranks: list[int] = attrs.field(factory=list)
 
     def error(self, row: int, id: str, num_tokens: int) -> WeftError:
         """The error of a request in whose row no token was drawn.
@@ -341,6 +344,8 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
         {row: logprobs[row][index] for row, index in faults.items()},
         # Kept by users, out of pinned memory.
         {name.removeprefix(_CAPTURED): x.clone() for name, x in copied.items() if name.startswith(_CAPTURED)},
+        by_row("ranks") if top else [],
+        copied["prompt_ranks"].tolist() if prompt_top else [],
     )
 
 

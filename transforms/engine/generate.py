@@ -16,8 +16,9 @@ from weft.errors import WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import check_sampling, encode_prompt
+from weft.transforms.engine.inputs import check_sampling, encode_prompt, most_logprobs
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.prompts import EmbedsPrompt
@@ -46,15 +47,21 @@ class Completion:
         logprobs: for each token, the natural logarithm of the model's probability, before temperature and all else.
         finish_reason: `stop` (a token or a text that ends it), `length` (`max_tokens`, or the model's own limit), or
             `error`.
+        stop_reason: the token or the text that ended it; None: the model's own end-of-sequence token, or nothing of the
+            kind.
         top_logprobs: for each token, the logprobs of the likeliest ones; None unless `SamplingParams.logprobs` asks.
         prompt_logprobs: for each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
         prompt_top_logprobs: for each of those, the logprobs of the likeliest tokens.
+        ranks: for each token, 1 + the number of tokens that the model held likelier; None unless
+            `SamplingParams.logprobs` asks for one or more.
+        prompt_ranks: the same for the tokens of `prompt_logprobs`.
         error: with the reason `error`, what went wrong after these tokens, such as logits that are NaN.
         text_offsets: for each token, where its text begins in `text`; None if the checkpoint has no tokenizer. A token
             that ends inside a character has no text: its text is part of the next token's. Tokens from a stop text on
             begin at the end of `text`.
         captured: [n, ...] by name: what the model's stages captured of each token that was read, those of the prompt
             first, all but the last (`weft.stages.sow`).
+        times: when it was added to the engine, admitted, first heard of, and finished.
     """
 
     text: str | None
@@ -64,9 +71,25 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[dict[int, float]] | None = None
+    ranks: list[int] | None = None
+    prompt_ranks: list[int] | None = None
+    stop_reason: int | str | None = None
     error: WeftError | None = None
     text_offsets: list[int] | None = attrs.field(default=None, repr=False)
     captured: dict[str, Tensor] = attrs.field(factory=dict, repr=False)
+    times: RequestTimes = attrs.field(factory=RequestTimes, repr=False)
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The natural logarithm of the model's probability of all tokens."""
+        return sum(self.logprobs)
+
+    @property
+    def token_texts(self) -> list[str]:
+        """The text of each token; together they are `text`. Where there is no text, the tokens' ids."""
+        if self.text is None or self.text_offsets is None:
+            return [f"{token} " for token in self.token_ids]
+        return [self.text[start:end] for start, end in pairwise((*self.text_offsets, len(self.text)))]
 
     def _repr_html_(self) -> str:
         what = f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability of each"
@@ -76,16 +99,8 @@ class Completion:
         shares = [exp(p) if p <= 0 else 0.0 for p in self.logprobs]  # NaN counts as probability 0
         tokens = enumerate(zip(self.token_ids, shares, strict=False))
         said = [(share, f"token {index}: {token}, p = {share:.3f}") for index, (token, share) in tokens]
-        pieces = [(piece, *own) for piece, own in zip(self._pieces(), said, strict=False)]
+        pieces = [(piece, *own) for piece, own in zip(self.token_texts, said, strict=False)]
         return titled(text(what), bars_over_text(pieces))
-
-    def _pieces(self) -> Iterator[str]:
-        """The text of each token; its id where there is no text."""
-        if self.text is None or self.text_offsets is None:
-            yield from (f"{token} " for token in self.token_ids)
-            return
-        for start, end in pairwise((*self.text_offsets, len(self.text))):
-            yield self.text[start:end]
 
 
 @overload
@@ -202,8 +217,9 @@ def generate(
     check_values(call, rules, {"sampling": given, "adapter": adapter, "extras": extras})
     params: list[SamplingParams] = _one_each(given, len(encoded))
     adapters: list[Adapter | None] = _one_each(adapter, len(encoded))
+    num_logprobs = max((most_logprobs(each, model.config.vocab_size) for each in params), default=0)
     for each in params:
-        check_sampling(call, model, each, _num_logprobs(params))
+        check_sampling(call, model, each, num_logprobs)
     once = {id(each): each for each in adapters if each is not None}
     named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # the same names on every rank
     names = dict(zip(once, named, strict=True))
@@ -214,7 +230,7 @@ def generate(
         pipeline=pipeline,
         graph=graph,
         transport=transport,
-        num_logprobs=_num_logprobs(params),
+        num_logprobs=num_logprobs,
         seed=seed,
         adapters=named,
         speculation=speculation,
@@ -246,12 +262,16 @@ def _completion(output: RequestOutput) -> Completion:
         state.token_ids,
         state.logprobs,
         state.reason,
-        None if sampling.logprobs is None else state.top_logprobs,
-        state.prompt_logprobs if with_prompt else None,
-        state.prompt_top_logprobs if with_prompt else None,
-        output.error,
-        state.text_offsets if state.tokenizer is not None else None,
-        state.captured,
+        top_logprobs=None if sampling.logprobs is None else state.top_logprobs,
+        prompt_logprobs=state.prompt_logprobs if with_prompt else None,
+        prompt_top_logprobs=state.prompt_top_logprobs if with_prompt else None,
+        ranks=state.ranks if sampling.logprobs else None,
+        prompt_ranks=state.prompt_ranks if sampling.prompt_logprobs else None,
+        stop_reason=state.stop_reason,
+        error=output.error,
+        text_offsets=state.text_offsets if state.tokenizer is not None else None,
+        captured=state.captured,
+        times=state.times,
     )
 
 
@@ -271,10 +291,6 @@ def _limits(
 def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int] | EmbedsPrompt]:
     encoded = [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
     return [own if isinstance(own, EmbedsPrompt) else ids for own, ids in zip(prompts, encoded, strict=True)]
-
-
-def _num_logprobs(params: Sequence[SamplingParams]) -> int:
-    return max(max(each.logprobs or 0, each.prompt_logprobs or 0) for each in params)
 
 
 def _each_rule(kind: Any, count: int, instead: str) -> Rule:

@@ -1,36 +1,22 @@
-"""Inputs: users' prompts, sampling parameters and masks, checked, as requests."""
+"""Inputs: users' prompts and sampling parameters, checked, as requests."""
 
-import functools
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import torch
-from torch import Tensor
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_int
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
-from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
+from weft.transforms.engine.masks import Mask, blamed, without_bad_words
 from weft.transforms.engine.prompts import EmbedsPrompt, check_extras, read_content, with_token_extras
 from weft.transforms.engine.requests import Request, request_seed, sample_seeds
 
-Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
-"""A user's function that says, before each token of a request, which tokens are allowed: a grammar, a schema, a list of
-names. It takes the tokens that the request has generated; returns the ids that may be next; or a bit for each token of
-the vocabulary, [ceil(vocab_size / 32)] int32, the lowest bit first, as XGrammar fills it; or None: any token.
-
-Every rank that has a stage calls it for the same tokens, and must get the same answer. `outputs.apply_masks` calls it
-and puts its bits into `step.Work.masks`; the work's batch has them as `Batch.token_mask`; and
-`weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other tokens."""
-_MAX_REPEATS = 16
-"""A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator may be endless."""
+_SALT: Rule = (lambda salt: isinstance(salt, str)), "a string"
 _NO_LOGPROBS: Rule = (lambda wanted: wanted is None), "SamplingParams() without prompt_logprobs: embeddings have none"
 _REQUEST_RULES: dict[str, Rule] = {
     "sampling": (SamplingParams, "weft.SamplingParams(...), or None"),
@@ -53,18 +39,20 @@ class RequestBuilder:
         num_logprobs: the most logprobs that a request may ask for.
         seed: for requests without one.
         slots: the adapters' slots, by name.
+        prefix_caching: whether requests share pages of equal prefixes.
     """
 
     model: Model
     num_logprobs: int
     seed: int
     slots: Mapping[str, int]
-    _eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
+    prefix_caching: bool = True
+    eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
     _scratch: SamplingTable = attrs.field(init=False, repr=False)
     _adapter_rule: Rule = attrs.field(init=False, repr=False)
     _written: list[SamplingParams] = attrs.field(factory=list, init=False, repr=False)  # the last that were
 
-    @_eos_ids.default
+    @eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
         """The model's end-of-sequence tokens that are in its vocabulary: a configuration may name others."""
         ends, vocab = self.model.config.eos_token_ids, self.model.config.vocab_size
@@ -99,8 +87,9 @@ class RequestBuilder:
         adapter: str | None,
         mask: Any,
         extras: Any,
-    ) -> list[Request]:
-        """Build request number `index` from the arguments of `Engine.add`: one request per completion.
+        cache_salt: Any = "",
+    ) -> tuple[list[Request], Mask | None]:
+        """Build request number `index` from the arguments of `Engine.add`: one request per completion; and their mask.
 
         Raises:
             RequestError: it could never be served.
@@ -109,12 +98,16 @@ class RequestBuilder:
         call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
         values = {"sampling": given, "id": name, "priority": priority, "mask": mask, "max_tokens": max_tokens}
         check_values(call, _REQUEST_RULES, values)
-        check_values(call, {"adapter": self._adapter_rule}, {"adapter": adapter})
+        own_rules = {"adapter": self._adapter_rule, "cache_salt": _SALT}
+        check_values(call, own_rules, {"adapter": adapter, "cache_salt": cache_salt})
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if EMBEDDED in ids:
             check_values(call, {"prompt_logprobs": _NO_LOGPROBS}, {"prompt_logprobs": given.prompt_logprobs})
-        params = given.for_request(self._eos_ids, request_seed(self.seed, index))
+        params = with_all_logprobs(given, self.model.config.vocab_size)
+        if given.bad_words:
+            params, mask = without_bad_words(call, self.model, params, mask)
+        params = params.for_request(self.eos_ids, request_seed(self.seed, index))
         if [given] != self._written or given.logit_bias:  # a dict, which the user may have changed
             with blamed(call, "weft.SamplingParams of plain ints and floats"):
                 # The step that admits the request does this on the rank that samples, when it cannot be refused.
@@ -129,10 +122,12 @@ class RequestBuilder:
             own, of_tokens = check_extras(call, self.model.functions, extras, len(ids))
             content = with_token_extras(content, self.model.functions.token_extras, of_tokens, len(ids))
         captured, policy = bool(self.model.functions.captures), self.model.functions.policy
-        first = Request(name, ids, most, params, priority, slot, content, mask is not None, own, captured, policy)
+        policy = policy if self.prefix_caching else "none"
+        more = content, mask is not None, own, captured, policy, cache_salt
+        first = Request(name, ids, most, params, priority, slot, *more)
         seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)
         samplings = ((f"{name}[{index}]", attrs.evolve(params, seed=seed)) for index, seed in seeds)
-        return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)]
+        return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)], mask
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
@@ -183,123 +178,28 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     """
     vocab = model.config.vocab_size
     most = min(num_logprobs, vocab)
-    wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    wanted = most_logprobs(params, vocab)
     remedy = f"Engine(..., num_logprobs={wanted})" if wanted <= vocab else f"at most {vocab}, the tokens of the model"
-    own: Rule = (lambda count: (count or 0) <= most), remedy
-    no_tokenizer = "stop_token_ids=[...]: the checkpoint has no tokenizer"
-    stop: Rule = (lambda texts: not texts or model.tokenizer is not None), no_tokenizer
-    rules = {"logprobs": own, "prompt_logprobs": own, "stop": stop}
+    own: Rule = (lambda count: (vocab if count == -1 else count or 0) <= most), remedy
+
+    def by_tokens(instead: str) -> Rule:
+        no_tokenizer = f"{instead}=[...]: the checkpoint has no tokenizer"
+        return (lambda texts: not texts or model.tokenizer is not None), no_tokenizer
+
+    rules = {"logprobs": own, "prompt_logprobs": own}
+    rules |= {"stop": by_tokens("stop_token_ids"), "bad_words": by_tokens("bad_token_ids")}
     check_values(call, rules, {name: getattr(params, name) for name in rules})
     params.check_tokens(vocab, MAX_BIASED)
 
 
-@attrs.frozen(eq=False)
-class RequestMask:
-    """A mask, and the tokens that its request's sampling parameters allow.
-
-    Args:
-        mask: of the request.
-        allowed: the bits of the allowed tokens.
-        allowed_early: the same without the tokens that end the request, for its first `min_tokens`.
-        min_tokens: of the request.
-    """
-
-    mask: Mask
-    allowed: Tensor
-    allowed_early: Tensor
-    min_tokens: int
-
-    @classmethod
-    def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "RequestMask":
-        """A mask with its request's parameters, which `SamplingParams.for_request` made."""
-        allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
-        if params.allowed_token_ids is not None:
-            allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)
-        return cls(mask, allowed, allowed & ~pack_bits(params.stop_token_ids, vocab_size), params.min_tokens)
-
-    def allowed_after(self, num_generated: int) -> Tensor:
-        """The tokens that the parameters allow after so many."""
-        return self.allowed_early if num_generated < self.min_tokens else self.allowed
+def most_logprobs(params: SamplingParams, vocab_size: int) -> int:
+    """The number of likeliest tokens whose logprobs a request asks for; -1 is all of them."""
+    asked = (params.logprobs or 0, params.prompt_logprobs or 0)
+    return vocab_size if -1 in asked else max(asked)
 
 
-def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size: int) -> bytes | None:
-    """The bits of the tokens that a request's mask allows next, as bytes; None: any token.
-
-    Args:
-        id: of the request, for errors.
-        own: its mask.
-        token_ids: the tokens that it has generated.
-
-    Raises:
-        RequestError: the function raised; or it returned something that is not a mask, or allows no token; or the
-            request's parameters bar every token that it allows.
-    """
-    call, words = f"mask of request {id!r}, after {len(token_ids)} tokens", -(-vocab_size // 32)
-    with blamed(call, "a function from tokens to the ids of those that may be next, which raises nothing"):
-        found = own.mask(list(token_ids))
-        if found is None:
-            return None
-        bits = found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
-        if bits.dtype != torch.int32 or tuple(bits.shape) != (words,):
-            seen = f"a tensor {bits.dtype} {list(bits.shape)}"
-            instead = f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids"
-        else:
-            bits = bits.cpu().contiguous()
-            allowed = bits & _all(vocab_size)
-            if (allowed & own.allowed_after(len(token_ids))).any():
-                return bits.numpy().tobytes()
-            seen, instead = "no token that is allowed", "at least one: the end-of-sequence token ends a request"
-            if allowed.any():
-                seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
-                instead = "at least one that they leave; a request that may end has min_tokens=0"
-        raise RequestError(call, seen, instead)
-
-
-def _ids(found: Any, vocab_size: int) -> set[int]:
-    ids, most = set[int](), _MAX_REPEATS * vocab_size
-    for count, token in enumerate(found):  # one after the other: an iterator may be endless
-        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
-        if not is_token or count == most:
-            many = f"more than {count} ids, where there are {vocab_size}"
-            raise ValueError(many if is_token else f"{token!r} is not a token id from 0 to {vocab_size - 1}")
-        ids.add(token)
-    return ids
-
-
-@functools.cache
-def _all(vocab_size: int) -> Tensor:
-    """The bits of all tokens; bits past the last token are 0."""
-    whole = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
-    if rest := vocab_size % 32:
-        whole[-1] = (1 << rest) - 1
-    return whole
-
-
-def blame(error: BaseException, call: str, instead: str) -> RequestError:
-    """Turn what user code raised for a request into that request's error; a RequestError stays as it is.
-
-    Args:
-        call, instead: of that error.
-
-    Raises:
-        BaseException: the error itself, if it is an interrupt or the like. A panic of a Rust extension is not an
-            `Exception`, but counts as an error of the request.
-    """
-    if isinstance(error, RequestError):
-        return error
-    if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-        raise error
-    blamed = RequestError(call, traceback.format_exception_only(error)[-1].strip(), instead)  # str(error) may raise too
-    blamed.__cause__ = error
-    return blamed
-
-
-@contextmanager
-def blamed(call: str, instead: str) -> Iterator[None]:
-    """A context in which whatever is raised becomes the error of one request (`blame`)."""
-    try:
-        yield
-    except BaseException as error:
-        if (found := blame(error, call, instead)) is error:
-            raise
-        raise found from error
+def with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The parameters with the number of all tokens in the place of -1."""
+    given = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+    changed: dict[str, Any] = {name: vocab_size for name, count in given.items() if count == -1}
+    return attrs.evolve(params, **changed) if changed else params

@@ -362,6 +362,7 @@ RULES: dict[str, Rule] = {
     "transport": TRANSPORT,
     "model": (Model, "model = weft.load(folder)"),
     "seed": (lambda value: value is None or is_int(value), "a whole number, or None"),
+    "prefix_caching": (lambda value: isinstance(value, bool), "True or False"),
     "graph": (lambda value: value in MODES, f"one of {', '.join(MODES)}"),
     "run_ahead": (lambda value: is_int(value, 0), "a whole number of steps, or 0"),
     "limits": (EngineLimits | None, "weft.EngineLimits(...), or None"),
@@ -388,6 +389,9 @@ def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -
     vocab = model.config.vocab_size
     own: dict[str, Rule] = {
         "pipeline": stage_rule(model),
-        "num_logprobs": (lambda value: is_int(value, 0, vocab), f"a whole number from 0 to {vocab}"),
+        "num_logprobs": (
+            lambda value: is_int(value, -1, vocab),
+            f"a number from 0 to {vocab}; -1 is {vocab}",
+        ),
     }
     check_values(call, RULES | own, options)

@@ -1,6 +1,7 @@
 """Outputs: from the tokens that a step sampled to each request's text, stop texts, outputs and streams."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from weft.batch import LAST_TOKEN
 from weft.errors import ProgramError, RequestError, WeftError
 from weft.transforms.engine.completion import CompletionState, special_ids
 from weft.transforms.engine.executor import StepResult
-from weft.transforms.engine.inputs import Mask, RequestMask, blame, compute_mask
+from weft.transforms.engine.masks import Mask, RequestMask, blame, compute_mask
 from weft.transforms.engine.requests import Request, find_open
 from weft.transforms.engine.step import Work
 
@@ -31,7 +32,7 @@ class RequestOutput:
         token_ids: the new tokens.
         text: the new text; None where the checkpoint has no tokenizer.
         finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
-        track: the whole completion so far: tokens, logprobs, text.
+        track: the whole completion so far: tokens, logprobs, text, times.
         error: with the reason `error`, what went wrong with this request alone.
         captured_range: the places, in the request, of the tokens whose captures are new, from the first to the one
             after the last.
@@ -45,6 +46,11 @@ class RequestOutput:
     track: CompletionState = attrs.field(repr=False)
     error: WeftError | None = None
     captured_range: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The token or the text that ended it; None: it goes on, or the model's own end-of-sequence token did."""
+        return self.track.stop_reason
 
     @property
     def captured(self) -> dict[str, Tensor]:
@@ -93,14 +99,15 @@ class OutputProcessor:
     Args:
         tokenizer: None: completions have no text.
         vocab_size: the size of masks.
+        eos_ids: the model's own ends.
 
     Attributes:
         ended: completions that have ended, by reason.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int] = ()) -> None:
         self._tokenizer, self._special_ids = tokenizer, special_ids(tokenizer)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._eos_ids = vocab_size, frozenset(eos_ids)
         self._open: dict[str, _OpenCompletion] = {}
         self._names: dict[str, list[str]] = {}
         self.ended: Counter[str] = Counter()
@@ -119,14 +126,25 @@ class OutputProcessor:
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
         """Add a request's completions; the first one collects the logprobs of the prompt for all."""
-        states = [CompletionState(request, self._tokenizer, self._special_ids) for request in requests]
+        own = self._tokenizer, self._special_ids, self._eos_ids
+        states = [CompletionState(request, *own) for request in requests]
         own_mask = None if mask is None else RequestMask.of(mask, requests[0].sampling, self._vocab_size)
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
             state.prompt_logprobs, state.prompt_top_logprobs = states[0].prompt_logprobs, states[0].prompt_top_logprobs
+            state.prompt_ranks = states[0].prompt_ranks
             self._open[request.id] = _OpenCompletion(id, index, state, first_job)
             if own_mask is not None:
                 self._masks[request.id] = own_mask
         self._names[id] = [request.id for request in requests]
+
+    def note_admissions(self, work: Work) -> None:
+        """Note the time at which requests were given rows."""
+        if work.edits.admissions:
+            names = dict(zip(work.rows, work.requests, strict=True))
+            for admission in work.edits.admissions:
+                own = self._open.get(names[admission.row])
+                if own is not None and own.state.times.admitted is None:  # its mask may have ended it
+                    own.state.times.admitted = time.monotonic()
 
     def apply_masks(self, work: Work) -> tuple[Work, dict[str, RequestError]]:
         """The work with its requests' masks, and an error for each completion whose mask failed."""
@@ -188,7 +206,7 @@ class OutputProcessor:
         own, tokens = self._open[name], result.token_ids[row][:count]
         for index in range(count):
             try:
-                stopped = own.state.append(result, row, index)
+                stopped = own.state.append(result, row, index, is_stop=reason == "stop" and index == count - 1)
             except BaseException as error:
                 return self.end(name, "error", tokens[: index + 1], _undecodable(own, error))
             if stopped:

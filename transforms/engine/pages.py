@@ -118,6 +118,15 @@ class Pages:
             if (content_hash := self._hash_of.pop(page, None)) is not None:
                 del self._page_of[content_hash]
 
+    def forget(self) -> int:
+        """Remove all pages from the prefix cache, those that requests hold among them; returns how many had been
+        published."""
+        count = len(self._page_of)
+        self._empty += self._evictable
+        for names in (self._evictable, self._hash_of, self._page_of, self._partial_hash_of, self._page_of_partial):
+            names.clear()
+        return count
+
     def _unpublish_partial(self, page: int) -> None:
         if (content_hash := self._partial_hash_of.pop(page, None)) is not None:
             del self._page_of_partial[content_hash]

@@ -44,6 +44,7 @@ class Request:
         extras: the inputs of its own that the model's stages read; None: the model's defaults.
         is_captured: whether the stages capture something of each of its tokens.
         prefix_caching: what is done with its leading tokens that the prefix cache has (`StageFunctions.policy`).
+        cache_salt: it shares pages with requests of the same salt alone.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Request:
     extras: RequestExtras | None = attrs.field(default=None, repr=False)
     is_captured: bool = attrs.field(default=False, repr=False)
     prefix_caching: str = attrs.field(default="full", repr=False)
+    cache_salt: str = attrs.field(default="", repr=False)
 
     def __attrs_post_init__(self) -> None:
         sizes = {"tokens of the prompt": len(self.prompt), "max_tokens": self.max_tokens}
@@ -68,6 +70,7 @@ class Request:
         digest = hashlib.blake2b(repr(self.prompt).encode() + contents, digest_size=6).hexdigest()
         more = f", adapter {self.adapter}" * (self.adapter >= 0) + ", masked" * self.is_masked
         more += "" if self.extras is None else f", extras {self.extras.digest.decode()}"
+        more += f", cache_salt={self.cache_salt!r}" * bool(self.cache_salt)
         return (
             f"{self.id!r}, a prompt of {len(self.prompt)} tokens ({digest}), max_tokens={self.max_tokens}, "
             f"priority={self.priority}{more}, {self.sampling!r}"
@@ -184,15 +187,21 @@ class RequestState:
         """The content hash of a page whose tokens, and the hashes before it, are known."""
         start, request = index * page_size, self.request
         tokens = self.tokens[start : start + page_size]
-        before = self.page_hashes[index - 1] if index else salt(request.adapter, self.version, request.extras)
+        before = self.page_hashes[index - 1] if index else salt(request, self.version)
         more = b"" if request.given is None else request.given.content(start, start + len(tokens))
         return hash_page(before + more, tokens)
 
 
-def salt(adapter: int, version: int, extras: RequestExtras | None = None) -> bytes:
+def salt(request: Request, version: int) -> bytes:
     """The salt of every page's content hash: keys and values of equal tokens differ by the slot of the adapter that
-    computes them (-1: none), by the version of the parameters, and by the request's extras."""
-    return b"version %d adapter %d" % (version, adapter) + (b"" if extras is None else b" extras " + extras.digest)
+    computes them (-1: none), by the version of the parameters, and by the request's extras. A request may add its own,
+    so that nobody else can learn from a fast answer what it has said."""
+    found = b"version %d adapter %d" % (version, request.adapter)
+    if request.extras is not None:
+        found += b" extras " + request.extras.digest
+    if request.cache_salt:
+        found += b" salt " + hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest().encode()
+    return found
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:

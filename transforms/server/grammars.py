@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import RequestError
-from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.masks import Mask
 from weft.transforms.server.vocabulary import Vocabulary
 
 

@@ -15,7 +15,7 @@ import torch
 from weft.errors import EngineError, RequestError, WeftError
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.stats import Stats
 

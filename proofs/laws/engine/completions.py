@@ -11,7 +11,7 @@ from weft.proofs.strategies.engine.engines import Half, Load, small_adapters, sm
 from weft.sampling import SamplingParams
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests import sample_seeds
 

@@ -61,7 +61,7 @@ def test_padding_is_not_processed() -> None:
 
 
 def test_a_table_or_a_mask_of_another_vocabulary_is_refused() -> None:
-    case = make_case([SamplingParams(seed=1)], random_logits(1, VOCAB))
+    case = make_case([SamplingParams(temperature=1.0, seed=1)], random_logits(1, VOCAB))
     with pytest.raises(RequestError, match=r"a table of vocab_size=40\n  instead: State.zeros\(..., vocab_size=41"):
         attrs.evolve(case, logits=random_logits(1, VOCAB + 1)).drawn()
     with pytest.raises(RequestError, match=r"saw: a mask of shape \(1, 1\)\n  instead: one of \(1, 2\), int32"):
@@ -87,7 +87,7 @@ def test_tokens_are_distributed_as_what_process_makes(name: str) -> None:
     """Pearson's chi-square over many seeds; the statistic's own deviation is sqrt(2 k)."""
     logits = random_logits(1, 12, seed=3, width=1.0)
     table = SamplingTable.zeros(2, 12, 5, "cpu")
-    write_rows(table, [0], [SamplingParams(**ASKED[name], seed=0)], [[4, 5, 4]], [[6, 6, 7]])
+    write_rows(table, [0], [SamplingParams(**{"temperature": 1.0, "seed": 0} | ASKED[name])], [[4, 5, 4]], [[6, 6, 7]])
     expected = process(logits, table.rules(torch.tensor([0])), torch.tensor([5]))[0].softmax(-1)
     many = tree_map(lambda x: x[:1].expand(DRAWS, *x.shape[1:]).contiguous(), table)
     many.ints[:, 0] = torch.arange(DRAWS) * 7919

@@ -46,7 +46,7 @@ for case in counts:
 torch.save((drawn, found, [case[0] for case in counts]), sys.argv[2])
 """
 
-SEEDED = {"seed": 5, "stop_token_ids": (2, 3)}
+SEEDED = {"temperature": 1.0, "seed": 5, "stop_token_ids": (2, 3)}
 MIXED: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},

@@ -106,7 +106,7 @@ def bars_of(output: RequestOutput) -> SamplingParams:
 
 def test_an_abort_ends_all_completions_and_frees_their_pages() -> None:
     engine = Engine(small_model(), SMALL, graph="none", run_ahead=2)
-    engine.add([1, 2, 3, 4, 5], SamplingParams(n=3, seed=0), max_tokens=9, id="a")
+    engine.add([1, 2, 3, 4, 5], SamplingParams(temperature=1.0, n=3, seed=0), max_tokens=9, id="a")
     engine.add([1, 2, 3], max_tokens=6, id="b")
     for _ in range(3):
         engine.step()
@@ -225,7 +225,7 @@ def test_threads_say_what_one_thread_says(mode: str) -> None:
     for transport in (None, Threads()):
         engine = Engine(small_model(), SMALL, pipeline=2, graph=mode, transport=transport, seed=0)
         for index in range(4):
-            engine.add([1, 2, index], SamplingParams(n=2), max_tokens=4, id=str(index))
+            engine.add([1, 2, index], SamplingParams(temperature=1.0, n=2), max_tokens=4, id=str(index))
         said.append([(o.id, o.index, o.token_ids) for o in engine])
     assert said[0] == said[1]
 

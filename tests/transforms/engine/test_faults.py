@@ -18,7 +18,7 @@ from weft.stages.head import head
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
-from weft.transforms.engine.inputs import blamed
+from weft.transforms.engine.masks import blamed
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.prompts import EmbedsPrompt
@@ -96,7 +96,7 @@ def test_an_end_beyond_the_vocabulary_ends_nothing_and_says_so() -> None:
 
 ACCEPTED: dict[str, SamplingParams] = {
     "ints where floats go": SamplingParams(temperature=10**37, logit_bias={1: 10**30, 2: -(10**30)}),
-    "a share of the probability that is 0 in float32": SamplingParams(top_p=1e-50, seed=1),
+    "a share of the probability that is 0 in float32": SamplingParams(temperature=1.0, top_p=1e-50, seed=1),
     "the smallest temperature": SamplingParams(temperature=1e-320, min_p=1e-320, seed=1),
     "a bias that no logit outweighs": SamplingParams(logit_bias=dict.fromkeys(range(VOCABULARY), -1e30)),
 }
@@ -324,7 +324,9 @@ def test_generate_says_what_went_wrong_with_one_prompt() -> None:
     embed = model.params.embed_tokens.clone()
     embed[11] = math.nan
     broken = Model(model.config, attrs.evolve(model.params, embed_tokens=embed), None, Path("broken"))
-    bad, good = generate(broken, [[1, 11], [1, 2]], max_tokens=3, sampling=SamplingParams(bad_token_ids=[11], seed=0))
+    bad, good = generate(
+        broken, [[1, 11], [1, 2]], max_tokens=3, sampling=SamplingParams(temperature=1.0, bad_token_ids=[11], seed=0)
+    )
     assert (bad.finish_reason, bad.token_ids, bad.logprobs) == ("error", [], [])
     assert isinstance(bad.error, LogitsError)
     assert (good.finish_reason, good.error, len(good.token_ids)) == ("length", None, 3)

@@ -93,7 +93,7 @@ def test_temperature_is_short_for_sampling(demo: Model) -> None:
 
 
 def test_a_seed_in_sampling_is_the_requests_whatever_that_of_all(demo: Model) -> None:
-    params = SamplingParams(seed=11)
+    params = SamplingParams(temperature=1.0, seed=11)
     first, second = complete(demo, params, PROMPTS[:1] * 2, seed=1), complete(demo, params, PROMPTS[:1], seed=2)
     assert first[0].token_ids == first[1].token_ids == second[0].token_ids
 
@@ -128,7 +128,7 @@ def test_a_stop_token_ends_a_request_and_eos_can_be_ignored(demo: Model) -> None
 def test_logprobs_of_the_likeliest(demo: Model) -> None:
     """Each request gets as many as it asks for; in a greedy one, the first is the chosen token."""
     asked = [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(temperature=0.0), MIXED[0]]
-    first, second, _ = complete(demo, [*asked[:2], SamplingParams(seed=1, logprobs=0)])
+    first, second, _ = complete(demo, [*asked[:2], SamplingParams(temperature=1.0, seed=1, logprobs=0)])
     assert second.top_logprobs is None
     assert first.top_logprobs is not None
     for token, logprob, likeliest in zip(first.token_ids, first.logprobs, first.top_logprobs, strict=True):

@@ -94,7 +94,8 @@ def serve(
     """Six tokens for each prompt at temperature 1, where row i holds prompt i and every batch names its rows in
     `order`."""
     runner = make_runner(model, Limits(len(prompts), 2048), **options)
-    state = make_state(model, runner.layouts, [len(p) + 6 for p in prompts], [SamplingParams(seed=s) for s in seeds])
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in seeds]
+    state = make_state(model, runner.layouts, [len(p) + 6 for p in prompts], params)
     batches = [Batch.ragged(order, [prompts[row] for row in order]), *(Batch.decode(order) for _ in range(5))]
     made: list[list[int]] = [[] for _ in prompts]
     for batch in batches:

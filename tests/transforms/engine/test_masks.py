@@ -17,7 +17,7 @@ from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import RequestMask, compute_mask
+from weft.transforms.engine.masks import RequestMask, compute_mask
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
 

@@ -66,7 +66,7 @@ def test_an_abort_ends_the_stream_of_its_request() -> None:
     engine = Engine(small_model(), SMALL, graph="none")
 
     async def both() -> list[RequestOutput]:
-        task = asyncio.create_task(_read(engine, [1, 2], sampling=SamplingParams(n=2, seed=1), id="a"))
+        task = asyncio.create_task(_read(engine, [1, 2], sampling=SamplingParams(temperature=1.0, n=2, seed=1), id="a"))
         while not engine.is_under_way("a") or not engine.stats().running:
             await asyncio.sleep(0)
         engine.abort("a")

@@ -61,8 +61,9 @@ def test_limits_that_are_none_are_refused(field: str, value: Any) -> None:
     [
         ("limits", 4, "limits is an int"),
         ("num_logprobs", 13, "num_logprobs=13"),
-        ("num_logprobs", -1, "num_logprobs=-1"),
+        ("num_logprobs", -2, "num_logprobs=-2"),
         ("num_logprobs", 1.5, "num_logprobs=1.5"),
+        ("prefix_caching", None, "prefix_caching=None"),
         ("run_ahead", True, "run_ahead=True"),
         ("run_ahead", 0.0, "run_ahead=0.0"),
         ("speculation", 3, "speculation is an int"),

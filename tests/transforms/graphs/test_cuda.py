@@ -269,7 +269,9 @@ def test_a_dropped_graph_gives_its_memory_back() -> None:
 
 def test_an_estimate_is_near_what_the_ladder_of_a_model_takes(model: Model) -> None:
     runner = make_runner(model, Limits(64, 256), mode="full_and_piecewise")
-    state = make_state(model, runner.layouts, [32] * 64, [SamplingParams(seed=row) for row in range(64)])
+    state = make_state(
+        model, runner.layouts, [32] * 64, [SamplingParams(temperature=1.0, seed=row) for row in range(64)]
+    )
     before, batch = clone(state), Batch.decode([0, 1, 2], device="cuda")
     (graph,) = runner.graphs
     estimate = graph.memory_estimate(runner.params, state, batch)

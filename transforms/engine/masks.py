@@ -1,0 +1,185 @@
+"""Masks: the functions that say which tokens a request may draw next, a grammar's or those of its `bad_words`."""
+
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import RequestError
+from weft.ops.sampling.logits import pack_bits
+from weft.sampling import SamplingParams
+from weft.stages.model import Model
+
+Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
+"""A user's function that says, before each token of a request, which tokens are allowed: a grammar, a schema, a list of
+names. It takes the tokens that the request has generated; returns the ids that may be next; or a bit for each token of
+the vocabulary, [ceil(vocab_size / 32)] int32, the lowest bit first, as XGrammar fills it; or None: any token.
+
+Every rank that has a stage calls it for the same tokens, and must get the same answer. `outputs.apply_masks` calls it
+and puts its bits into `step.Work.masks`; the work's batch has them as `Batch.token_mask`; and
+`weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other tokens."""
+_MAX_REPEATS = 16
+"""A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator may be endless."""
+
+
+@attrs.frozen(eq=False)
+class RequestMask:
+    """A mask, and the tokens that its request's sampling parameters allow.
+
+    Args:
+        mask: of the request.
+        allowed: the bits of the allowed tokens.
+        allowed_early: the same without the tokens that end the request, for its first `min_tokens`.
+        min_tokens: of the request.
+    """
+
+    mask: Mask
+    allowed: Tensor
+    allowed_early: Tensor
+    min_tokens: int
+
+    @classmethod
+    def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "RequestMask":
+        """A mask with its request's parameters, which `SamplingParams.for_request` made."""
+        allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
+        if params.allowed_token_ids is not None:
+            allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)
+        return cls(mask, allowed, allowed & ~pack_bits(params.stop_token_ids, vocab_size), params.min_tokens)
+
+    def allowed_after(self, num_generated: int) -> Tensor:
+        """The tokens that the parameters allow after so many."""
+        return self.allowed_early if num_generated < self.min_tokens else self.allowed
+
+
+def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size: int) -> bytes | None:
+    """The bits of the tokens that a request's mask allows next, as bytes; None: any token.
+
+    Args:
+        id: of the request, for errors.
+        own: its mask.
+        token_ids: the tokens that it has generated.
+
+    Raises:
+        RequestError: the function raised; or it returned something that is not a mask, or allows no token; or the
+            request's parameters bar every token that it allows.
+    """
+    call, words = f"mask of request {id!r}, after {len(token_ids)} tokens", -(-vocab_size // 32)
+    with blamed(call, "a function from tokens to the ids of those that may be next, which raises nothing"):
+        found = own.mask(list(token_ids))
+        if found is None:
+            return None
+        bits = found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
+        if bits.dtype != torch.int32 or tuple(bits.shape) != (words,):
+            seen = f"a tensor {bits.dtype} {list(bits.shape)}"
+            instead = f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids"
+        else:
+            bits = bits.cpu().contiguous()
+            allowed = bits & _all(vocab_size)
+            if (allowed & own.allowed_after(len(token_ids))).any():
+                return bits.numpy().tobytes()
+            seen, instead = "no token that is allowed", "at least one: the end-of-sequence token ends a request"
+            if allowed.any():
+                seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
+                instead = "at least one that they leave; a request that may end has min_tokens=0"
+        raise RequestError(call, seen, instead)
+
+
+def _ids(found: Any, vocab_size: int) -> set[int]:
+    ids, most = set[int](), _MAX_REPEATS * vocab_size
+    for count, token in enumerate(found):  # one after the other: an iterator may be endless
+        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+        if not is_token or count == most:
+            many = f"more than {count} ids, where there are {vocab_size}"
+            raise ValueError(many if is_token else f"{token!r} is not a token id from 0 to {vocab_size - 1}")
+        ids.add(token)
+    return ids
+
+
+@functools.cache
+def _all(vocab_size: int) -> Tensor:
+    """The bits of all tokens; bits past the last token are 0."""
+    whole = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
+    if rest := vocab_size % 32:
+        whole[-1] = (1 << rest) - 1
+    return whole
+
+
+def without_bad_words(
+    call: str, model: Model, params: SamplingParams, mask: Mask | None
+) -> tuple[SamplingParams, Mask | None]:
+    """The parameters, and the mask, of a request that never draws its `bad_words`.
+
+    A word of one token is a bad token. The last token of a longer one is barred where the others have just been
+    generated, as vLLM bars it; the same text may still come about by other tokens.
+
+    Args:
+        call: of an error.
+        mask: of the request; None: it has none.
+
+    Raises:
+        RequestError: a word that the tokenizer makes no tokens of.
+    """
+    sequences = {ids for word in params.bad_words for ids in _sequences(call, model, word)}
+    single = [ids[0] for ids in sequences if len(ids) == 1]
+    longer = sorted(ids for ids in sequences if len(ids) > 1)
+    params = attrs.evolve(params, bad_token_ids=sorted({*params.bad_token_ids, *single}))
+    if not longer:
+        return params, mask
+    vocab_size = model.config.vocab_size
+
+    def allowed(token_ids: Sequence[int]) -> Tensor | Iterable[int] | None:
+        found, said = None if mask is None else mask(token_ids), tuple(token_ids)
+        barred = {ids[-1] for ids in longer if said[max(len(said) - len(ids) + 1, 0) :] == ids[:-1]}
+        if not barred:
+            return found
+        if found is None or isinstance(found, Tensor):
+            bits = ~pack_bits(barred, vocab_size)
+            return bits if found is None else found.cpu() & bits
+        return (token for token in found if token not in barred)
+
+    return params, allowed
+
+
+def _sequences(call: str, model: Model, word: str) -> set[tuple[int, ...]]:
+    """The tokens of a word at the beginning of a text, and after a space."""
+    assert model.tokenizer is not None, "check_sampling refuses words without a tokenizer"
+    texts = word, " " + word.lstrip()
+    found = {tuple(model.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts}
+    if () in found:
+        raise RequestError(call, f"bad_words holds {word!r}, which has no tokens", "words of the model's vocabulary")
+    return found
+
+
+def blame(error: BaseException, call: str, instead: str) -> RequestError:
+    """Turn what user code raised for a request into that request's error; a RequestError stays as it is.
+
+    Args:
+        call, instead: of that error.
+
+    Raises:
+        BaseException: the error itself, if it is an interrupt or the like. A panic of a Rust extension is not an
+            `Exception`, but counts as an error of the request.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        raise error
+    blamed = RequestError(call, traceback.format_exception_only(error)[-1].strip(), instead)  # str(error) may raise too
+    blamed.__cause__ = error
+    return blamed
+
+
+@contextmanager
+def blamed(call: str, instead: str) -> Iterator[None]:
+    """A context in which whatever is raised becomes the error of one request (`blame`)."""
+    try:
+        yield
+    except BaseException as error:
+        if (found := blame(error, call, instead)) is error:
+            raise
+        raise found from error
