@@ -131,7 +131,8 @@ class CompletionState:
         special_ids: the tokens that text does not show, unless the request wants to see them.
         eos_ids: the model's own ends.
         token_ids, logprobs: one entry for each generated token.
-        top_logprobs, ranks: the same where the request asks for logprobs; ranks, where it asks for one or more.
+        top_logprobs: the same where the request asks for logprobs.
+        ranks: the same where it asks for one or more.
         prompt_logprobs, prompt_top_logprobs, prompt_ranks: one entry for each token of the prompt but the first, as far
             as computed.
         text_offsets: for each generated token, where its text begins in the text so far.
@@ -275,8 +276,7 @@ class CompletionState:
                 top = dict(result.prompt_top_logprobs[first + offset][:wanted]) if wanted else {}
                 self.prompt_logprobs.append(result.prompt_logprobs[first + offset])
                 self.prompt_top_logprobs.append(top)
-                if wanted:
-                    self.prompt_ranks.append(result.prompt_ranks[first + offset])
+                self.prompt_ranks.append(result.prompt_ranks[first + offset])
 
     def _update_text(self) -> bool:
         """Search for stop texts; returns whether there is one."""
@@ -305,6 +305,8 @@ class CompletionState:
             whole = str(self.tokenizer.decode(shown, skip_special_tokens=skips))
             self.text = whole if whole.startswith(self.text) else self._decoded + self._detokenizer.end()
         self.text_offsets = [min(offset, len(self.text)) for offset in self.text_offsets]
+        if self._hides_last and self.text_offsets:
+            self.text_offsets[-1] = len(self.text)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -54,7 +54,7 @@ class Completion:
         prompt_top_logprobs: for each of those, the logprobs of the likeliest tokens.
         ranks: for each token, 1 + the number of tokens that the model held likelier; None unless
             `SamplingParams.logprobs` asks for one or more.
-        prompt_ranks: the same for the tokens of `prompt_logprobs`.
+        prompt_ranks: for each token of `prompt_logprobs`.
         error: with the reason `error`, what went wrong after these tokens, such as logits that are NaN.
         text_offsets: for each token, where its text begins in `text`; None if the checkpoint has no tokenizer. A token
             that ends inside a character has no text: its text is part of the next token's. Tokens from a stop text on
@@ -266,7 +266,7 @@ def _completion(output: RequestOutput) -> Completion:
         prompt_logprobs=state.prompt_logprobs if with_prompt else None,
         prompt_top_logprobs=state.prompt_top_logprobs if with_prompt else None,
         ranks=state.ranks if sampling.logprobs else None,
-        prompt_ranks=state.prompt_ranks if sampling.prompt_logprobs else None,
+        prompt_ranks=state.prompt_ranks if with_prompt else None,
         stop_reason=state.stop_reason,
         error=output.error,
         text_offsets=state.text_offsets if state.tokenizer is not None else None,

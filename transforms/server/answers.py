@@ -59,6 +59,11 @@ class Part:
     finish_reason: str | None
 
     @property
+    def stop_reason(self) -> int | str | None:
+        """The token or the text that ended it, in vLLM's form; None: the model's own end, or it goes on."""
+        return None if self.finish_reason is None or self.choice.track is None else self.choice.track.stop_reason
+
+    @property
     def tokens(self) -> list[tuple[int, float, dict[int, float]]]:
         """For each token its id, its logprob, and the likeliest ones."""
         track = self.choice.track
@@ -152,20 +157,16 @@ class Writer:
     def prompt_logprobs(self, part: Part) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: for each token of the prompt an object by token ids; None for the first."""
         found = list[dict[str, Any] | None]()
-        for token, logprob, top in part.prompt_tokens:
+        ranks = [None, *(part.choice.track.prompt_ranks if part.choice.track is not None else ())]
+        for (token, logprob, top), rank in zip(part.prompt_tokens, ranks, strict=False):
             if logprob is None or top is None:
                 found.append(None)
                 continue
-            ranked = sorted({**top, token: logprob}.items(), key=lambda own: -own[1])
-            places = {each: place for place, (each, _) in enumerate(ranked, 1)}
+            places: dict[int, int | None] = {each: place for place, each in enumerate(top, 1)} | {token: rank}
             found.append(
                 {
-                    str(each): {
-                        "logprob": value,
-                        "rank": places[each] if each in top else None,
-                        "decoded_token": self.token(each),
-                    }
-                    for each, value in ranked
+                    str(each): {"logprob": value, "rank": places[each], "decoded_token": self.token(each)}
+                    for each, value in sorted({**top, token: logprob}.items(), key=lambda own: -own[1])
                 }
             )
         return found

@@ -197,6 +197,7 @@ class Server:
                 seen = f"this server has no grammars: {error}; pip install 'weft[serve]'"
                 raise Refusal(501, seen, param="response_format", code="no_grammars") from error
         own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras, "form": form}
+        own["cache_salt"] = body.cache_salt
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
         requests = [Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts]
         return Asked(

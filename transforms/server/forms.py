@@ -94,7 +94,7 @@ class TextForm(Form):
             shown = is_first and body.echo
             logprobs = self.writer.text_logprobs(part, body.logprobs, body.return_tokens_as_token_ids, shown)
         written = {"index": place, "text": before + part.text, "logprobs": logprobs}
-        written["finish_reason"] = part.finish_reason
+        written |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         if body.prompt_logprobs is not None and is_first:
             written["prompt_logprobs"] = self.writer.prompt_logprobs(part)
         return written
@@ -121,6 +121,7 @@ class ChatForm(Form):
             "message": {"role": "assistant", "content": part.text, "refusal": None},
             "logprobs": self._logprobs(part),
             "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
         }
         if self.body.prompt_logprobs is not None:
             written["prompt_logprobs"] = self.writer.prompt_logprobs(part)
@@ -133,4 +134,5 @@ class ChatForm(Form):
         if part.start == 0:
             found.append(self.writer.answer(kind, [{**own, "delta": {"role": "assistant", "content": ""}}], None))
         own |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
+        own |= {"stop_reason": part.stop_reason}
         return [*found, self.chunk(kind, {**own, "delta": {"content": part.text}}, part)]

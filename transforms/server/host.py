@@ -32,6 +32,7 @@ class Add:
         prompt: token ids.
         sampling, max_tokens, priority, adapter: as `Engine.add` takes them.
         extras: lists of numbers, by name.
+        cache_salt: as `Engine.add` takes it.
         form: the `response_format`, from which each rank makes the mask; None: there is none.
     """
 
@@ -42,6 +43,7 @@ class Add:
     priority: int = 0
     adapter: str | None = None
     extras: dict[str, Any] = attrs.field(factory=dict)
+    cache_salt: str = ""
     form: dict[str, Any] | None = None
 
     def apply(self, engine: Engine, make_mask: MakeMask) -> None:
@@ -57,6 +59,7 @@ class Add:
             id=self.name,
             priority=self.priority,
             adapter=self.adapter,
+            cache_salt=self.cache_salt,
             mask=None if self.form is None else make_mask(self.form),
             extras={name: _tensor(name, own) for name, own in self.extras.items()} or None,
         )

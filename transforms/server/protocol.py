@@ -81,13 +81,17 @@ class Sampled(_Body):
     logit_bias: dict[str, float] | None = None
     min_tokens: int = 0
     stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
     allowed_token_ids: TokenIds | None = None
+    bad_words: list[Text] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     priority: int = 0
+    cache_salt: Text = ""
     weft: WeftField = Field(default_factory=WeftField)
 
     def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
@@ -99,7 +103,7 @@ class Sampled(_Body):
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,
+            top_k=self.top_k,
             min_p=self.min_p,
             n=self.n,
             stop=self.stop or (),
@@ -110,7 +114,10 @@ class Sampled(_Body):
             logit_bias=_biases(self.logit_bias or {}),
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids or (),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
             allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words or (),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

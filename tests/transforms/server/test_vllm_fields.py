@@ -1,0 +1,75 @@
+"""Fields of vLLM's server that OpenAI's API does not have: they mean what they mean in the library."""
+
+from typing import Any
+
+import httpx
+import pytest
+from serving import Served
+
+from weft.sampling import SamplingParams
+from weft.stages.model import Model
+from weft.transforms.engine.generate import Completion, generate
+
+PROMPT = "The function returns"
+
+
+def asked(server: Served, route: str = "completions", **body: Any) -> Any:
+    prompt = {"prompt": PROMPT} if route == "completions" else {"messages": [{"role": "user", "content": "A list"}]}
+    answer = httpx.post(f"{server.url}/v1/{route}", json={"temperature": 0, "max_tokens": 16, **prompt, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def said(model: Model, **sampling: Any) -> Completion:
+    [found] = generate(model, [PROMPT], max_tokens=16, sampling=SamplingParams(**sampling))
+    return found
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_what_stopped_it(server: Served, model: Model, include: bool) -> None:
+    whole = said(model)
+    assert whole.text is not None
+    for stops in ({"stop": whole.text[4:6]}, {"stop_token_ids": whole.token_ids[5:6]}):
+        found, expected = asked(server, include_stop_str_in_output=include, **stops), said(
+            model, include_stop_str_in_output=include, **stops
+        )  # fmt: skip
+        assert (found["text"], found["stop_reason"]) == (expected.text, expected.stop_reason)
+        assert found["stop_reason"] in (whole.text[4:6], whole.token_ids[5])
+    assert asked(server)["stop_reason"] is None
+    chat = asked(server, "chat/completions", stop_token_ids=[*range(40, 120)])
+    assert chat["stop_reason"] in range(40, 120)
+
+
+def test_a_stream_says_what_stopped_it_in_its_last_chunk(server: Served, model: Model) -> None:
+    stop = (said(model).text or "")[4:6]
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 16, "stop": stop, "stream": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert [f'"stop_reason":"{stop}"' in line for line in lines] == [*[False] * (len(lines) - 1), True]
+
+
+def test_bad_words(server: Served, model: Model) -> None:
+    words = [(said(model).text or "")[2:5]]
+    found = asked(server, bad_words=words)["text"]
+    assert found == said(model, bad_words=words).text
+    assert words[0] not in found
+
+
+def test_ranks_of_a_prompt(server: Served, model: Model) -> None:
+    expected = said(model, prompt_logprobs=2)
+    found = asked(server, prompt_logprobs=2)["prompt_logprobs"]
+    ids = model.encode(PROMPT)
+    assert found[0] is None
+    assert [own[str(token)]["rank"] for own, token in zip(found[1:], ids[1:], strict=True)] == expected.prompt_ranks
+    for own, top in zip(found[1:], expected.prompt_top_logprobs or (), strict=True):
+        assert [own[str(token)]["logprob"] for token in top] == pytest.approx([*top.values()], abs=1e-5)
+
+
+def test_a_salt_keeps_pages_apart(server: Served, model: Model) -> None:
+    """A long prompt is found again under its own salt, and not under another."""
+    body, expected = {"prompt": [*range(32, 100)], "max_tokens": 1}, []
+    for salt in ("one", "one", "other", ""):
+        before = server.host.engine.stats().prefix_tokens
+        asked(server, **body, cache_salt=salt)
+        expected.append(server.host.engine.stats().prefix_tokens - before)
+    assert expected == [0, 64, 0, 0], "the last page is not full, and its request has ended"
