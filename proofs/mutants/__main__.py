@@ -1,6 +1,7 @@
 """The record of mutants: the law that catches each planted bug, and the smallest case.
 
-`python -m weft.proofs.mutants --out FOLDER` writes it; with `--missing`, only mutants that FOLDER lacks are searched.
+`python -m weft.proofs.mutants --out FOLDER` writes it; with `--missing`, cases that FOLDER has are replayed, and only
+mutants that it lacks, or whose case no longer breaks the law, are searched.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from weft.proofs.mutants import MUTANTS
-from weft.proofs.mutants.catch import catch
+from weft.proofs.mutants.catch import catch, replay
 from weft.proofs.mutants.mutant import Mutant
 
 HEADER = ("law", "planted bug", "example", "smallest case", "what was different")
@@ -24,9 +25,12 @@ LONGEST = 160
 """The most characters of a cell of the page. `mutants.json` has every case whole."""
 
 
-def row(mutant: Mutant, device: str, shrinks: int) -> dict[str, Any]:
-    """One planted bug, and the result of its law."""
+def row(mutant: Mutant, device: str, shrinks: int, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One planted bug, and the result of its law: on the case of a known row, if that still breaks it."""
     with mutant.plant():
+        again = None if known is None else replay(mutant.law, known["choices"])
+        if known is not None and again is not None and again.choices == known["choices"]:  # its texts may be others now
+            return {**known, "case": list(again.case), "violation": again.violation.splitlines()[0]}
         caught = catch(mutant.law, device, max_examples=MOST_EXAMPLES, shrinks=shrinks)
     found = {"examples": None, "case": [], "violation": "survived", "choices": ""} if caught is None else {
         "examples": caught.examples, "case": list(caught.case), "violation": caught.violation.splitlines()[0],
@@ -67,14 +71,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shrinks", type=int, default=300, help="how many smaller cases to try for each")
-    parser.add_argument("--missing", action="store_true", help="search for those alone of which FOLDER has no case")
+    parser.add_argument("--missing", action="store_true", help="search for those alone that have no case in FOLDER")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     known = _stored(arguments.out) if arguments.missing else {}
-    rows = [
-        known.get((str(mutant.law), mutant.name)) or row(mutant, arguments.device, arguments.shrinks)
-        for mutant in tqdm(MUTANTS, unit="mutant")
-    ]
+    own = arguments.device, arguments.shrinks
+    rows = [row(each, *own, known.get((str(each.law), each.name))) for each in tqdm(MUTANTS, unit="mutant")]
     survived = [r["mutant"] for r in rows if r["examples"] is None]
     report = {"device": arguments.device, "torch": torch.__version__, "hypothesis": hypothesis.__version__}
     arguments.out.mkdir(parents=True, exist_ok=True)

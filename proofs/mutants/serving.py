@@ -286,7 +286,7 @@ SERVING = (
     Mutant(
         "an unexpected error of a mask ends the step",
         _FAULTS,
-        replace(_INPUTS, "blamed", _blames_value_errors_alone),
+        replace("weft.transforms.engine.masks", "blamed", _blames_value_errors_alone),
     ),
     Mutant("the last request is admitted first", _TURN, _latest_first),
     Mutant("the first request is preempted", _TURN, replace(_SCHEDULER, "_preempt_for", _makes_room_from_the_first)),

@@ -242,7 +242,7 @@ def _calls(draw: st.DrawFn) -> OddCall:
     return OddCall(
         step,
         prompt,
-        {name: draw(_FIELDS[name]) for name in named},
+        {"temperature": 1.0} | {name: draw(_FIELDS[name]) for name in named},
         draw(st.sampled_from((5, 2, 1, 9, 10**9))),
         draw(st.sampled_from((None, None, "x", "\ud800", "x[1]"))),
         draw(st.sampled_from((0, 0, 1, -(10**30), True))),
