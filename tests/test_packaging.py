@@ -19,7 +19,7 @@ import weft
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
 FOLDERS = tuple(PACKAGES)
-ROOMS = ("graphs", "pipelines", "engine", "cli")
+ROOMS = ("graphs", "pipelines", "engine", "server", "cli")
 """The rooms of `transforms`, from the ground up: none imports from one that comes later."""
 LOOK_DOWN = {"weft", "weft.__main__"}
 OPTIONAL = {
