@@ -19,7 +19,10 @@ from weft.transforms.cli.options import Doctor
 from weft.transforms.cli.printing import show
 from weft.transforms.graphs.backends import make_backend
 
-_PACKAGES = ("triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "hypothesis", "transformers")
+_PACKAGES = (
+    *("triton", "flashinfer-python", "numpy", "safetensors", "gguf", "tokenizers", "hypothesis", "transformers"),
+    *("starlette", "uvicorn", "pydantic", "prometheus-client", "xgrammar"),
+)
 _REASONS = {"tape": "a record of operators, with a graph's hazards", "cuda": "torch.cuda.CUDAGraph"}
 
 
