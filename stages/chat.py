@@ -74,7 +74,7 @@ class ChatTemplate:
     source: str = attrs.field(repr=False)
     special_tokens: Mapping[str, str] = attrs.field(factory=dict, hash=False)
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The messages as one text.
 
         Args:

@@ -46,14 +46,10 @@ class TensorReader(Protocol):
     """Reads a checkpoint's tensors, by transformers' names."""
 
     def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
-        """Raise CheckpointError unless the checkpoint has these tensors in these shapes, and no tensor that nothing
-        explains.
+        """Raise CheckpointError unless the checkpoint has these parts of a stage, each in one of the dtypes beside it
+        (by safetensors' names), and no tensor that nothing explains."""
 
-        Args:
-            parts: those of a stage, and the dtypes that each may have, by safetensors' names.
-        """
-
-    def read(self, part: Part, dtype: torch.dtype) -> Tensor:
+    def read(self, part: Part, dtype: torch.dtype, /) -> Tensor:
         """The tensor of a part, on any device and in any dtype; a format that has to convert it takes `dtype`."""
 
 
@@ -120,7 +116,7 @@ class SafetensorsReader:
                 check_tensor(handles[file], *own, "config.json", self.call)
         self._handles.update(_open_all(files.values(), str(self.device), self.call, self.stack))
 
-    def read(self, part: Part, dtype: torch.dtype) -> Tensor:
+    def read(self, part: Part, _: torch.dtype) -> Tensor:
         """As `TensorReader.read`: in the checkpoint's dtype."""
         tensor: Tensor = self._handles[self._files[part.name]].get_tensor(part.name)
         return tensor

@@ -41,16 +41,16 @@ class Checkpoint(Protocol):
     def read_config(self, call: str, *, strict: bool) -> ModelConfig:
         """The configuration of its model."""
 
-    def read_tokenizer(self, call: str, *, strict: bool) -> Tokenizer | None:
+    def read_tokenizer(self, call: str, strict: bool, /) -> Tokenizer | None:
         """Its tokenizer, or None."""
 
     def read_chat_template(self, call: str) -> ChatTemplate | None:
         """Its chat template, or None."""
 
-    def digest(self, call: str) -> str:
+    def digest(self, call: str, /) -> str:
         """A digest of its weights (`weft.stages.checkpoint.digest_files`)."""
 
-    def open(self, config: ModelConfig, device: torch.device, call: str) -> AbstractContextManager[TensorReader]:
+    def open(self, config: ModelConfig, device: torch.device, call: str, /) -> AbstractContextManager[TensorReader]:
         """A reader of its tensors."""
 
 
@@ -64,7 +64,7 @@ class HuggingFaceFolder:
         """From config.json and generation_config.json."""
         return config_in_folder(self.path, call, strict=strict)
 
-    def read_tokenizer(self, call: str, *, strict: bool) -> Tokenizer | None:
+    def read_tokenizer(self, call: str, _: bool) -> Tokenizer | None:
         """From tokenizer.json."""
         return read_tokenizer(self.path, call)
 
@@ -98,7 +98,7 @@ class Gguf:
         """From the metadata."""
         return read_config(self.file, call, strict=strict)
 
-    def read_tokenizer(self, call: str, *, strict: bool) -> Tokenizer | None:
+    def read_tokenizer(self, call: str, strict: bool) -> Tokenizer | None:
         """From the metadata."""
         return tokenizer_of(self.file, call, strict=strict)
 
@@ -106,12 +106,12 @@ class Gguf:
         """From the metadata."""
         return chat_template_of(self.file, call)
 
-    def digest(self, call: str) -> str:
+    def digest(self, _: str) -> str:
         """Of the file."""
         return digest_files(self.path.parent, [self.path], self.file.start)
 
     @contextmanager
-    def open(self, config: ModelConfig, device: torch.device, call: str) -> Iterator[TensorReader]:
+    def open(self, config: ModelConfig, _: torch.device, call: str) -> Iterator[TensorReader]:
         """The file is mapped already."""
         yield GgufTensors(self.file, config, call)
 

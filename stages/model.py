@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, kind_of, names_arguments, other_signature
 from weft.arguments.equivalents import LOAD
-from weft.errors import CheckpointError, ProgramError, RequestError, WeftError
+from weft.errors import ProgramError, RequestError
 from weft.ops.attention.backends import AttentionBackend
 from weft.stages.chat import ChatTemplate, Messages, render_chat
 from weft.stages.checkpoint import Origin, checked_device, digest_params, read_params
@@ -20,6 +20,7 @@ from weft.stages.choices import check_backend, pick_attention, pick_device, pick
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
 from weft.stages.drafting import readers_beside
+from weft.stages.formats import open_checkpoint
 from weft.stages.functions import (
     OWN,
     Attend,
@@ -34,7 +35,6 @@ from weft.stages.functions import (
     name_of,
     transformed,
 )  # fmt: skip
-from weft.stages.formats import open_checkpoint
 from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
@@ -291,9 +291,7 @@ class Model:
         with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
             return list(self.tokenizer.encode(text).ids)
 
-    def encode_chat(
-        self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Token ids of a chat, by the checkpoint's template, which writes the special tokens itself.
 
         Args:
@@ -307,7 +305,9 @@ class Model:
         call = "model.encode_chat(messages)"
         if self.chat_template is None or self.tokenizer is None:
             seen = f"{self.path} holds no chat template" if self.chat_template is None else self._lacks_tokenizer()
-            instead = "a checkpoint of a chat model; or attrs.evolve(model, chat_template=weft.stages.ChatTemplate(...))"
+            instead = (
+                "a checkpoint of a chat model; or attrs.evolve(model, chat_template=weft.stages.ChatTemplate(...))"
+            )
             raise RequestError(call, seen, instead)
         own = {"add_generation_prompt": add_generation_prompt, **variables}
         text = render_chat(self.chat_template, call, messages, own)
@@ -399,7 +399,7 @@ def load(
     kept = pick_kv_dtype(kv_dtype, call=call)
     backend = pick_attention(attention, config, where, kind, kept, call=call)
     functions = OWN if backend is None else StageFunctions(attend=backend)
-    tokenizer, template = checkpoint.read_tokenizer(call, strict=strict), checkpoint.read_chat_template(call)
+    tokenizer, template = checkpoint.read_tokenizer(call, strict), checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
         digest = beside.submit(checkpoint.digest, call)  # it reads a few pages of each file, the load all of them

@@ -103,14 +103,16 @@ class GgufTensors:
         if heads is None or self.file.architecture != "llama":
             return found
         # llama.cpp's llama turns neighbours in a head together, so there the two halves of a head alternate.
-        return found.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        halves: Tensor = found.unflatten(0, (heads, -1, 2))
+        return halves.transpose(1, 2).flatten(0, 2)
 
     def _tensor(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         if kind := KINDS.get(stored.kind):
             count = stored.size // kind.itemsize
-            return torch.frombuffer(self.file.data, dtype=kind, count=count, offset=stored.start).view(stored.shape)
+            flat: Tensor = torch.frombuffer(self.file.data, dtype=kind, count=count, offset=stored.start)
+            return flat.view(stored.shape)
         columns = stored.shape[-1]
-        found = torch.empty(stored.shape, dtype=dtype).view(-1, columns)
+        found = torch.empty(stored.shape, dtype=dtype, device="cpu").view(-1, columns)
         packed = np.frombuffer(self.file.data, np.uint8, stored.size, stored.start).reshape(len(found), -1)
         step = max(_AT_ONCE // columns, 1)
         for start in range(0, len(found), step):

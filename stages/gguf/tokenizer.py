@@ -128,11 +128,11 @@ def _byte_level(fields: Fields) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=own.whole_words))
     if own.nfc:
-        tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
+        tokenizer.normalizer = normalizers.NFC()
     splits: list[Any] = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in own.splits]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
+    tokenizer.decoder = decoders.ByteLevel()
     return _with_special_tokens(tokenizer, fields, tokens, add_bos=own.add_bos)
 
 
@@ -143,10 +143,10 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     merges = _merges_by_score(fields, vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
     scheme: Any = "first" if spaced else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     steps += [decoders.Strip(" ", left=1)] if spaced else []
-    tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Sequence(steps)
     return _with_special_tokens(tokenizer, fields, tokens, add_bos=True)
 
 
@@ -181,7 +181,7 @@ def _with_special_tokens(tokenizer: Tokenizer, fields: Fields, tokens: Sequence[
     begin, end = around
     if begin or end:
         single: Any = [*(text for text, _ in begin), "$A", *(text for text, _ in end)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*begin, *end])  # type: ignore[assignment]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*begin, *end])
     return tokenizer
 
 
