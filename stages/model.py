@@ -42,7 +42,7 @@ from weft.stages.sown import SownNames
 from weft.stages.tokenizer import tokenizer_failures
 
 _RULES: dict[str, Rule] = {
-    "path": (str | Path, "the folder of a checkpoint, such as weft.stages.DEMO, or a .gguf"),
+    "path": (str | Path, "a .gguf, or the folder of a checkpoint, such as weft.stages.DEMO"),
     "token_ids": (
         lambda ids: isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids),
         "a list of ints; of a tensor, its .tolist()",
