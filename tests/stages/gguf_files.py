@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("llama", "MistralForCausalLM", {"head_dim": 64, "sliding_window": None}),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 32}),
-    "qwen3-moe": ("qwen3moe", "Qwen3MoeForCausalLM", {"head_dim": 32, **EXPERTS}),
+    "qwen3-moe": ("qwen3moe", "Qwen3MoeForCausalLM", {"head_dim": 64, **EXPERTS}),
 }
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -126,7 +126,9 @@ def write_file(path: Path, architecture: str, metadata: Mapping[str, Any], tenso
     writer = GGUFWriter(path, architecture)
     for name, value in metadata.items():
         kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        if isinstance(value, list):
+        if name == "general.alignment":
+            writer.add_custom_alignment(value)
+        elif isinstance(value, list):
             writer.add_array(name, value)
         else:
             kinds[type(value)](name, value)

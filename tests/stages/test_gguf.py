@@ -76,9 +76,13 @@ def test_every_architecture_is_read_as_transformers_wrote_it(name: str, tmp_path
     assert_like(model, theirs)
 
 
+# Of a GGUF transformers takes these sizes from its own defaults.
+ITS_DEFAULTS = {"qwen3": {"head_dim": 128}, "qwen3-moe": {"moe_intermediate_size": 768}}
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) -> None:
-    theirs = scrambled(name)
+    theirs = scrambled(name, **ITS_DEFAULTS.get(name, {}))
     tokens = [f"t{index}" for index in range(SIZES["vocab_size"])]
     more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.model": "no_vocab", "general.alignment": 64}
     write_model(tmp_path / "model.gguf", name, theirs, quantized(Q.Q8_0), **more)
@@ -115,9 +119,7 @@ def test_a_type_that_nothing_unpacks_is_named(tmp_path: Path) -> None:
     shape = tensors["blk.1.ffn_up.weight"][0].shape
     tensors["blk.1.ffn_up.weight"] = np.ones(shape, np.float64), Q.F64
     write_file(tmp_path / "a.gguf", "llama", metadata_of(scrambled("llama"), "llama"), tensors)
-    with pytest.raises(
-        CheckpointError, match=r"saw: blk.1.ffn_up.weight is F64, which the package gguf does not unpack"
-    ):
+    with pytest.raises(CheckpointError, match=r"saw: blk.1.ffn_up.weight is F64, which the package gguf"):
         loaded(tmp_path / "a.gguf")
     assert loaded(tmp_path / "a.gguf", stage=(0, 2)).layout.layers == range(1)
 
