@@ -16,6 +16,8 @@ def tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str
     are not Exceptions."""
     try:
         yield
+    except WeftError:
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise kind(call, f"{seen}: {error!s:.300}", instead) from error
