@@ -4,20 +4,23 @@ own."""
 from weft.ops.sampling.sample import sample
 from weft.stages.adapters import Adapter, load_adapter, reserve_slots, with_adapters, write_slot
 from weft.stages.attention.context import attend, attention_scores, weighted_values
-from weft.stages.checkpoint import load_params
-from weft.stages.config import ModelConfig, load_config
+from weft.stages.chat import ChatTemplate
+from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
+from weft.stages.formats import load_config, load_params
 from weft.stages.functions import StageFunctions
 from weft.stages.layout import StageLayout, balance, split_layers, split_model
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
 from weft.stages.random_weights import random_adapter, random_model, random_params
+from weft.stages.released import released
 from weft.stages.sown import carry, sow
 
 __all__ = [
     "DEMO",
     "Adapter",
+    "ChatTemplate",
     "DecoderParams",
     "LayerParams",
     "Model",
@@ -38,6 +41,7 @@ __all__ = [
     "random_adapter",
     "random_model",
     "random_params",
+    "released",
     "reserve_slots",
     "sample",
     "slice_params",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -17,7 +17,8 @@ from weft.arguments.checks import Rule, check_values
 from weft.errors import CheckpointError, RequestError
 
 Messages = Sequence[Mapping[str, Any]]
-_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+"""The special tokens that a template may name."""
 _RULES: dict[str, Rule] = {
     "messages": (
         lambda given: isinstance(given, list | tuple) and given and all(isinstance(own, Mapping) for own in given),
@@ -73,26 +74,38 @@ class ChatTemplate:
     source: str = attrs.field(repr=False)
     special_tokens: Mapping[str, str] = attrs.field(factory=dict, hash=False)
 
-    def render(self, call: str, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The messages as one text.
 
         Args:
-            call: of an error.
             messages: each with a `role` and a `content`.
             add_generation_prompt: end with the beginning of the assistant's answer.
             variables: others that the template reads, such as `tools` or `enable_thinking`.
 
         Raises:
             RequestError: these are no messages, or the template refuses them.
+
+        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ end }}")
+        >>> template.render([{"role": "user", "content": "Hello"}], end="</s>")
+        '<user>Hello</s>'
         """
-        check_values(call, _RULES, {"messages": messages})
-        given = {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
-        try:
-            return str(_compiled(self.source).render(messages=[dict(own) for own in messages], **given))
-        except (TemplateError, _Refused, TypeError, ValueError, KeyError, AttributeError) as error:
-            seen = f"the checkpoint's chat template raised {type(error).__name__}: {error!s:.300}"
-            instead = 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'
-            raise RequestError(call, seen, instead) from error
+        own = {"add_generation_prompt": add_generation_prompt, **variables}
+        return render_chat(self, "chat_template.render(messages)", messages, own)
+
+
+def render_chat(template: ChatTemplate, call: str, messages: Messages, variables: Mapping[str, Any]) -> str:
+    """As `ChatTemplate.render`; errors name `call`."""
+    check_values(call, _RULES, {"messages": messages})
+    reserved = [name for name in variables if name == "messages" or name in template.special_tokens]
+    if reserved:
+        raise RequestError(call, f"the variable {reserved[0]}", "other names: the checkpoint and the messages set it")
+    given = {**template.special_tokens, **variables}
+    try:
+        return str(_compiled(template.source).render(messages=[dict(own) for own in messages], **given))
+    except Exception as error:  # a template is a program that somebody else wrote
+        seen = f"the checkpoint's chat template raised {type(error).__name__}: {error!s:.300}"
+        instead = 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'
+        raise RequestError(call, seen, instead) from error
 
 
 def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
@@ -111,7 +124,7 @@ def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
     source = _default_of(raw.get("chat_template")) if source is None else source
     if source is None:
         return None
-    texts = {name: _text_of(raw.get(name)) for name in _TOKENS}
+    texts = {name: _text_of(raw.get(name)) for name in TOKENS}
     return ChatTemplate(source, {name: text for name, text in texts.items() if text is not None})
 
 

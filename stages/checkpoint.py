@@ -1,4 +1,4 @@
-"""A folder of safetensors: its tensors as a stage's parameters, and a digest of it."""
+"""A checkpoint's tensors as a stage's parameters, those of a folder of safetensors; and a digest of its files."""
 
 import hashlib
 import os
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -42,85 +42,96 @@ _VALUES = 4
 """Values of a tensor that a digest reads."""
 
 
-def load_params(
-    path: str | os.PathLike[str],
-    config: ModelConfig,
-    layout: StageLayout,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    progress: bool = False,
-) -> DecoderParams:
-    """A stage's parameters from `model.safetensors`, or from the shards that `model.safetensors.index.json` names.
+class TensorReader(Protocol):
+    """Reads a checkpoint's tensors, by transformers' names."""
 
-    Only the stage's own tensors are read, each straight to `device`, after every name, shape and dtype was checked. On
-    the CPU a tensor that needs no cast and is alone in its field is a view of the mapped file: do not change the file
-    while the parameters are in use.
+    def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
+        """Raise CheckpointError unless the checkpoint has these parts of a stage, each in one of the dtypes beside it
+        (by safetensors' names), and no tensor that nothing explains."""
 
-    Args:
-        path: a folder that transformers' `save_pretrained` wrote.
-        config: from `load_config(path)`.
-        layout: the stage: from `split_model(config, num_stages)` if an engine runs it, or from `split_layers`.
-        dtype: the dtype of all tensors except those in FP8 and their scales; None: `config.dtype`.
-        progress: whether to show a progress bar, one tick for each tensor.
-
-    Raises:
-        CheckpointNotFoundError: no folder, no safetensors, or a shard is missing.
-        CheckpointError: a file is damaged; a tensor is missing, of another shape than the configuration says, not a
-            float (or not FP8 where it should be), or not explained by the configuration.
-        ConfigError: a dtype that no decoder computes in.
-        ProgramError: a layout for another number of layers.
-        DeviceError: a device that is not there.
-    """
-    call = f"load_params({os.fspath(path)!r}, config, {layout!r})"
-    dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
-    return read_params(Path(path), config, layout, device, dtype, call, progress=progress)
+    def read(self, part: Part, dtype: torch.dtype, /) -> Tensor:
+        """The tensor of a part, on any device and in any dtype; a format that has to convert it takes `dtype`."""
 
 
 def read_params(
-    folder: Path,
+    reader: TensorReader,
     config: ModelConfig,
     layout: StageLayout,
     device: torch.device,
     dtype: torch.dtype,
-    call: str,
     *,
     progress: bool,
 ) -> DecoderParams:
-    """As `load_params`, without its checks of device and dtype; errors name `call`."""
+    """A stage's parameters from a reader, after every name, shape and dtype was checked."""
     fields = dict(stage_fields(config, layout))
-    files = _tensor_files(folder, call)
-    _check_names(files, tensor_shapes(config, layout), config, call)
-    needed = {part.name: files[part.name] for field in fields.values() for part in field.parts}
-    with ExitStack() as stack:
-        handles = _open_all(needed, "cpu", call, stack)
-        for field in fields.values():
-            dtypes = FLOATS if field.dtype is None or field.dtype.itemsize > 1 else (_FP8,)
-            for part in field.parts:
-                file = files[part.name]
-                check_tensor(handles[file], part.name, part.shape, dtypes, file.name, "config.json", call)
-    with ExitStack() as stack:
-        handles = _open_all(needed, str(device), call, stack)
-        bar = tqdm(total=len(needed), desc=f"stage {layout.index}", unit=" tensors", disable=not progress)
+    checks = []
+    for field in fields.values():
+        dtypes = FLOATS if field.dtype is None or field.dtype.itemsize > 1 else (_FP8,)
+        checks += [(part, dtypes) for part in field.parts]
+    reader.check(checks)
+    bar = tqdm(total=len(checks), desc=f"stage {layout.index}", unit=" tensors", disable=not progress)
 
-        def read(part: Part) -> Tensor:
-            bar.update()
-            tensor: Tensor = handles[files[part.name]].get_tensor(part.name)
-            return tensor
+    def read(part: Part, dtype: torch.dtype) -> Tensor:
+        bar.update()
+        return reader.read(part, dtype)
 
-        with bar:
-            tensors = {path: _fill(field, read, dtype, device) for path, field in fields.items()}
+    with bar:
+        tensors = {path: _fill(field, read, dtype, device) for path, field in fields.items()}
     return assemble(config, layout, tensors, device)
 
 
-def _fill(field: Field, read: Callable[[Part], Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+@attrs.frozen
+class SafetensorsReader:
+    """Reads the tensors of a folder of safetensors (`TensorReader`), each straight to the device.
+
+    Args:
+        folder: of the checkpoint.
+        config: of the whole model.
+        device: of the tensors.
+        call: the call that the user wrote, for errors.
+        stack: closes the files.
+    """
+
+    folder: Path
+    config: ModelConfig
+    device: torch.device
+    call: str
+    stack: ExitStack
+    _files: dict[str, Path] = attrs.field(init=False)
+    _handles: dict[Path, Any] = attrs.field(factory=dict, init=False)
+
+    @_files.default
+    def _of_folder(self) -> dict[str, Path]:
+        return _tensor_files(self.folder, self.call)
+
+    def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
+        """As `TensorReader.check`."""
+        needed = dict(parts)
+        _check_names(self._files, [part.name for part in needed], self.config, self.call)
+        files = {part: self._files[part.name] for part in needed}
+        with ExitStack() as stack:
+            handles = _open_all(files.values(), "cpu", self.call, stack)
+            for part, file in files.items():
+                own = part.name, part.shape, needed[part], file.name
+                check_tensor(handles[file], *own, "config.json", self.call)
+        self._handles.update(_open_all(files.values(), str(self.device), self.call, self.stack))
+
+    def read(self, part: Part, _: torch.dtype) -> Tensor:
+        """As `TensorReader.read`: in the checkpoint's dtype."""
+        tensor: Tensor = self._handles[self._files[part.name]].get_tensor(part.name)
+        return tensor
+
+
+def _fill(
+    field: Field, read: Callable[[Part, torch.dtype], Tensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The field's tensor: its only part as it is, or a new tensor that holds all parts."""
     dtype = field.dtype or dtype
     if len(field.parts) == 1 and field.parts[0].shape == field.shape:
-        return read(field.parts[0]).to(dtype)
+        return read(field.parts[0], dtype).to(device, dtype)
     whole = torch.zeros(field.shape, dtype=dtype, device=device)
     for part in field.parts:
-        _place_of(part, whole).copy_(read(part))
+        _place_of(part, whole).copy_(read(part, dtype))
     return whole
 
 
@@ -271,14 +282,12 @@ def open_tensors(file: Path, device: str, call: str) -> Any:
         raise CheckpointError(call, seen, instead) from error
 
 
-def _open_all(files: Mapping[str, Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:
-    return {file: stack.enter_context(open_tensors(file, device, call)) for file in dict.fromkeys(files.values())}
+def _open_all(files: Iterable[Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:
+    return {file: stack.enter_context(open_tensors(file, device, call)) for file in dict.fromkeys(files)}
 
 
-def _check_names(
-    files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, call: str
-) -> None:
-    missing = [name for name in shapes if name not in files]
+def _check_names(files: Mapping[str, Path], needed: Iterable[str], config: ModelConfig, call: str) -> None:
+    missing = [name for name in needed if name not in files]
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
     tied = {HEAD} if config.tie_word_embeddings else set()
     other = ARCHITECTURES[config.architecture].other_tensors
@@ -353,9 +362,12 @@ class Origin:
         return f"checkpoint {self.checkpoint}{changed}"
 
 
-def digest_files(folder: Path, files: Iterable[Path]) -> str:
+def digest_files(folder: Path, files: Iterable[Path], header: int | None = None) -> str:
     """A digest of the files of a checkpoint: of their names, sizes and headers, and of 512 samples of 64 bytes; small
     files such as JSON are read as a whole. It tells checkpoints apart, but not files that differ in a few values.
+
+    Args:
+        header: bytes of each file's header; None: as a safetensors file says.
 
     Raises:
         OSError: a file cannot be read.
@@ -366,12 +378,12 @@ def digest_files(folder: Path, files: Iterable[Path]) -> str:
         size = file.stat().st_size
         found.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
         with file.open("rb") as opened:
-            header = min(8 + int.from_bytes(opened.read(8), "little"), size)
+            first = min(8 + int.from_bytes(opened.read(8), "little") if header is None else header, size)
             opened.seek(0)
-            found.update(opened.read(min(header, _MAX_HEADER)))
+            found.update(opened.read(min(first, _MAX_HEADER)))
             count = max(_SAMPLES // len(files), 16)
             for index in range(count):
-                opened.seek(header + max(size - header - _BYTES, 0) * index // (count - 1))
+                opened.seek(first + max(size - first - _BYTES, 0) * index // (count - 1))
                 found.update(opened.read(_BYTES))
     return found.hexdigest()
 

@@ -34,10 +34,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-_FROM_GGUF = (
-    "transformers reads GGUF, and writes what weft reads: AutoModelForCausalLM.from_pretrained(folder, gguf_file=…), "
-    "then save_pretrained(…)"
-)
 _MOST_BLOCKS = 2**16
 """The most feed-forward blocks of a model, each expert counted; the largest released models have some 23,000."""
 # The values that each key of `quantization_config` may have.
@@ -217,31 +213,15 @@ def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -
       saw: a dict has num_attention_heads=32 and num_key_value_heads=5
       instead: num_attention_heads is a multiple of num_key_value_heads
     """
-    return _parse(Fields(raw, f"parse_config(raw, source={source!r})", source), strict)
-
-
-def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelConfig:
-    """Read the configuration of a checkpoint folder.
-
-    The tokens that end a generation come from generation_config.json if there is one, even if it names none, as in
-    transformers; otherwise from config.json.
-
-    Args:
-        path: the folder.
-        strict: as `parse_config` takes it.
-
-    Raises:
-        CheckpointNotFoundError: no folder, or no config.json in it.
-        ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
-    """
-    return config_in_folder(Path(path), f"load_config({os.fspath(path)!r:.300})", strict=strict)
+    return parse_fields(Fields(raw, f"parse_config(raw, source={source!r})", source), strict)
 
 
 def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelConfig:
-    """As `load_config`; errors name `call`."""
+    """The configuration of a checkpoint folder (`weft.stages.load_config`); errors name `call`."""
     written = "pass a folder that save_pretrained wrote, or that `hf download` filled"
-    find_file(folder, ("config.json",), call, written, {"*.gguf": _FROM_GGUF})
-    config = _parse(Fields(read_object(folder / "config.json", call), call, "config.json"), strict)
+    several = "name the one to load: there are several, or it is no file"
+    find_file(folder, ("config.json",), call, written, {"*.gguf": several})
+    config = parse_fields(Fields(read_object(folder / "config.json", call), call, "config.json"), strict)
     if not os.path.isfile(folder / "generation_config.json"):
         return config
     generation = read_object(folder / "generation_config.json", call)
@@ -264,7 +244,7 @@ def find_file(folder: Path, names: Sequence[str], call: str, instead: str, other
     seen = f"{str(folder)!r:.300} has no {' and no '.join(names)}"
     if os.path.isfile(folder):
         seen = f"{str(folder)!r} is a file"
-        instead = _FROM_GGUF if folder.suffix == ".gguf" else f"its folder: {str(folder.parent)!r}"
+        instead = f"its folder: {str(folder.parent)!r}"
     elif not os.path.isdir(folder):
         seen = f"there is no folder {str(folder)!r:.300}"
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
@@ -275,7 +255,8 @@ def find_file(folder: Path, names: Sequence[str], call: str, instead: str, other
     raise CheckpointNotFoundError(call, seen, instead)
 
 
-def _parse(fields: Fields, strict: bool) -> ModelConfig:
+def parse_fields(fields: Fields, strict: bool) -> ModelConfig:
+    """As `parse_config`, with the fields of any source."""
     architecture = architecture_of(fields)
     known, fields = ARCHITECTURES[architecture], decoder_fields(fields, architecture)
     check_every_field(fields, architecture, strict)

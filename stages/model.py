@@ -1,9 +1,7 @@
-"""`Model`: a checkpoint in Hugging Face's format, loaded as a value."""
+"""`Model`: a checkpoint, loaded as a value."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +12,15 @@ from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, kind_of, names_arguments, other_signature
 from weft.arguments.equivalents import LOAD
-from weft.errors import CheckpointError, ProgramError, RequestError, WeftError
+from weft.errors import ProgramError, RequestError
 from weft.ops.attention.backends import AttentionBackend
-from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_params, read_params, weight_files
+from weft.stages.chat import ChatTemplate, Messages, render_chat
+from weft.stages.checkpoint import Origin, checked_device, digest_params, read_params
 from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_kv_dtype, pick_stage
-from weft.stages.config import ModelConfig, config_in_folder
+from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
 from weft.stages.drafting import readers_beside
+from weft.stages.formats import open_checkpoint
 from weft.stages.functions import (
     OWN,
     Attend,
@@ -39,9 +39,10 @@ from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.sown import SownNames
+from weft.stages.tokenizer import tokenizer_failures
 
 _RULES: dict[str, Rule] = {
-    "path": (str | Path, "the folder of a checkpoint, such as weft.stages.DEMO"),
+    "path": (str | Path, "a .gguf, or the folder of a checkpoint, such as weft.stages.DEMO"),
     "token_ids": (
         lambda ids: isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids),
         "a list of ints; of a tensor, its .tolist()",
@@ -62,15 +63,16 @@ class Model:
     """A loaded checkpoint. Nothing in it changes, except that `Engine.update` writes its parameters in place.
 
     Args:
-        config: from config.json.
+        config: of the whole model.
         params: the weights of the layers in `layout`.
-        tokenizer: from tokenizer.json; None if the folder has none (then prompts are token ids).
-        path: the folder that it came from.
+        tokenizer: the checkpoint's; None if it has none (then prompts are token ids).
+        path: the folder or the file that it came from.
         layout: the part of the model that this is: all of it, or one stage.
         origin: digests of the checkpoint that it was loaded from; None if it was not loaded.
         functions: functions of one's own in its stages (`with_stages`).
         transforms: those of its stages, the innermost first.
         kv_dtype: of the KV cache; None: `dtype`.
+        chat_template: the checkpoint's, which makes prompts of chats; None if it has none.
     """
 
     config: ModelConfig
@@ -82,6 +84,7 @@ class Model:
     functions: StageFunctions = attrs.field(default=OWN, kw_only=True)
     transforms: tuple[Transform, ...] = attrs.field(default=(), kw_only=True)
     kv_dtype: torch.dtype | None = attrs.field(default=None, kw_only=True)
+    chat_template: ChatTemplate | None = attrs.field(default=None, kw_only=True)
     _sown_names: dict[int, SownNames] = attrs.field(factory=dict, init=False, repr=False)  # by the number of stages
 
     @layout.default
@@ -280,13 +283,40 @@ class Model:
         """
         call, is_text = f"model.encode({text!r:.60})", isinstance(cast(Any, text), str)
         if self.tokenizer is None or not is_text:
-            seen, instead = f"{self.path} holds no tokenizer.json", "pass token ids"
+            seen, instead = self._lacks_tokenizer(), "pass token ids"
             if not is_text:
                 seen = kind_of(text)
                 instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
             raise RequestError(call, seen, instead)
-        with _tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
+        with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
             return list(self.tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        """Token ids of a chat, by the checkpoint's template, which writes the special tokens itself.
+
+        Args:
+            messages: each with a `role` and a `content`.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            variables: others that the template reads, such as `tools` or `enable_thinking`.
+
+        Raises:
+            RequestError: the checkpoint has no template or no tokenizer, or the template refuses the messages.
+        """
+        call = "model.encode_chat(messages)"
+        if self.chat_template is None or self.tokenizer is None:
+            seen = f"{self.path} holds no chat template" if self.chat_template is None else self._lacks_tokenizer()
+            instead = (
+                "a checkpoint of a chat model; or attrs.evolve(model, chat_template=weft.stages.ChatTemplate(...))"
+            )
+            raise RequestError(call, seen, instead)
+        own = {"add_generation_prompt": add_generation_prompt, **variables}
+        text = render_chat(self.chat_template, call, messages, own)
+        with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _lacks_tokenizer(self) -> str:
+        known = "tokenizer that weft knows" if self.path.suffix == ".gguf" else "tokenizer.json"
+        return f"{self.path} holds no {known}"
 
     def decode(self, token_ids: list[int]) -> str | None:
         """The text of token ids, without special tokens; None if the checkpoint has no tokenizer.
@@ -298,7 +328,7 @@ class Model:
         check_values(call, _RULES, {"token_ids": token_ids})
         if self.tokenizer is None:
             return None
-        with _tokenizer_failures(RequestError, call, "the tokenizer failed", instead):
+        with tokenizer_failures(RequestError, call, "the tokenizer failed", instead):
             return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def __repr__(self) -> str:
@@ -316,18 +346,6 @@ def _after(first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Lay
     return second if first is None else lambda layer: second(first(layer))
 
 
-@contextmanager
-def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
-    """Turn what the tokenizers library raises into an error of this kind: bare exceptions, and Rust's panics, which
-    are not Exceptions."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise kind(call, f"{seen}: {error!s:.300}", instead) from error
-        raise
-
-
 @names_arguments(**LOAD)
 def load(
     path: str | Path,
@@ -340,16 +358,17 @@ def load(
     attention: str | AttentionBackend = "auto",
     kv_dtype: torch.dtype | str | None = None,
 ) -> Model:
-    """Load a checkpoint folder as Hugging Face writes it: config.json, *.safetensors, and tokenizer.json if there is
-    one.
+    """Load a checkpoint: a folder as Hugging Face writes it, with config.json, *.safetensors, and tokenizer.json if
+    there is one; or a .gguf (`pip install 'weft[gguf]'`).
 
     Args:
-        path: the folder.
+        path: the folder, or the file; a folder of one .gguf and no config.json stands for that file.
         device: the device of the weights; None: CUDA if there is a GPU, otherwise the CPU.
-        dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own.
+        dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own. That of a quantised .gguf
+            is bfloat16.
         stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all layers.
-        strict: whether fields of config.json that weft does not know are an error, instead of one
-            `weft.errors.ConfigWarning` that lists them.
+        strict: whether fields of the configuration that weft does not know, or a tokenizer of a .gguf, are an error,
+            instead of one `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
         attention: the implementation of attention, by name or a value of your own: `triton` on CUDA, `reference` on the
             CPU, `torch` on both, in torch's own operations, `flashinfer` on CUDA; `auto` takes what was measured to be
@@ -359,8 +378,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
-            config.json says.
-        ConfigError: config.json has a field that weft does not support.
+            the configuration says.
+        ConfigError: the configuration has a field that weft does not support.
         DeviceError: this machine has no such device.
         ProgramError: the model has no stage of this index, or the attention no cache of this dtype.
         RequestError: not a path, or a dtype that no decoder runs in.
@@ -373,30 +392,18 @@ def load(
     check_values(call, _RULES, {"path": path})
     index, num_stages = pick_stage(stage, call=call)
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
-    folder = Path(path)
-    config = config_in_folder(folder, call, strict=strict)
+    checkpoint = open_checkpoint(Path(path), call)
+    config = checkpoint.read_config(call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = split_model(config, num_stages)[index]
     kept = pick_kv_dtype(kv_dtype, call=call)
     backend = pick_attention(attention, config, where, kind, kept, call=call)
     functions = OWN if backend is None else StageFunctions(attend=backend)
-    tokenizer = _load_tokenizer(folder, call)
-    files = weight_files(folder, call)
-    with ThreadPoolExecutor(1) as beside:  # the digest reads a few pages of each file, the load all of them
-        digest = beside.submit(digest_files, folder, files)
-        params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
+    tokenizer, template = checkpoint.read_tokenizer(call, strict), checkpoint.read_chat_template(call)
+    target = checked_device(where, call)
+    with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
+        digest = beside.submit(checkpoint.digest, call)  # it reads a few pages of each file, the load all of them
+        params = read_params(reader, config, layout, target, kind, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
         own: dict[str, Any] = {"layout": layout, "origin": origin, "functions": functions, "kv_dtype": kept}
-        return Model(config, params, tokenizer, folder, **own)
-
-
-def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:
-    file = folder / "tokenizer.json"
-    if not os.path.isfile(file):
-        return None
-    with _tokenizer_failures(CheckpointError, call, f"{file} cannot be read", "save it again"):
-        tokenizer = Tokenizer.from_file(str(file))
-    # A file may ask for either; but prompts are taken whole, and descriptors pad batches.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        return Model(config, params, tokenizer, checkpoint.path, chat_template=template, **own)

@@ -59,6 +59,8 @@ class Rope:
         mrope_section: the numbers of pairs of a head that turn with a token's position in time, in height and in width
             (mRoPE; Qwen2-VL, arXiv 2409.12191, section 2.1); None: a token has one position, and all pairs turn with
             it.
+        factors: divisors of the frequencies of a head's pairs, as a GGUF has them (`rope_freqs.weight`); with the kind
+            `default`.
     """
 
     theta: float = 10_000.0
@@ -74,6 +76,7 @@ class Rope:
     mscale_all_dim: float | None = None
     truncate: bool = True
     mrope_section: tuple[int, int, int] | None = None
+    factors: tuple[float, ...] | None = None
 
 
 def parse_rope(fields: Fields, default: Rope) -> Rope:
@@ -212,7 +215,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_position_embeddings: int)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     periods = rope.theta**exponents
     if rope.kind == "default":
-        return 1.0 / periods, 1.0
+        factors = torch.tensor(rope.factors or (1.0,), dtype=torch.float32, device="cpu")
+        return 1.0 / periods / factors, 1.0
     if rope.kind == "linear":
         return 1.0 / periods / factor, 1.0
     if rope.kind == "llama3":

@@ -77,7 +77,7 @@ MISTAKES = {
         RequestError,
         "engine.add(prompt, SamplingParams(), max_tokens=1, id='request 0')",
         "the prompt holds {'role': 'user', 'content': 'A'}",
-        "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat",
+        "model.encode_chat(messages), or weft.generate(model, [messages], chat=True)",
     ),
     "adapter: one that the engine does not have": Mistake(
         lambda: engine().add("A", max_tokens=1, adapter="sql"),

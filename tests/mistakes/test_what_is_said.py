@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,29 @@ def test_an_error_shows_both_ends_of_a_long_call() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_gguf_file_is_told_of_transformers(tmp_path: Path, whole: bool) -> None:
+def test_a_gguf_file_that_is_cut_off(tmp_path: Path, whole: bool) -> None:
+    pytest.importorskip("gguf")
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(errors.CheckpointNotFoundError, match=r"instead: transformers reads GGUF, and writes what weft"):
+    with pytest.raises(errors.CheckpointError, match=r"model.gguf is not a GGUF file that weft can read: at byte 4"):
         weft.load(tmp_path if whole else file, "cpu")
+
+
+def test_a_gguf_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf.constants", None)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        errors.CheckpointError, match=r"saw: a GGUF file, and .*\n.*instead: pip install 'weft\[gguf\]'"
+    ):
+        weft.load(tmp_path, "cpu")
+
+
+def test_a_folder_of_several_ggufs(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"but a.gguf\n.*instead: name the one to load"):
+        weft.load(tmp_path, "cpu")
 
 
 def test_an_index_with_an_entry_that_names_no_file(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from transformers import (
 
 from weft.errors import ConfigError, ProgramError
 from weft.stages import checkpoint
-from weft.stages.checkpoint import load_params, tensor_shapes
-from weft.stages.config import ModelConfig, load_config
+from weft.stages.checkpoint import tensor_shapes
+from weft.stages.config import ModelConfig
+from weft.stages.formats import load_config, load_params
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
 from weft.trees import leaves_with_names

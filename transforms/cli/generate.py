@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 from rich.text import Text
@@ -23,6 +24,8 @@ def run(options: Generate) -> int:
     """Complete the prompts and print the completions; the exit code is 1 if one of them ended with an error."""
     if not options.prompt:
         options.refuse("", "no prompt", "give at least one --prompt TEXT or --prompt-ids 1,2,3")
+    if options.chat and any(not isinstance(prompt, str) for prompt in options.prompt):
+        options.refuse("--chat", "--prompt-ids", "--prompt TEXT: the text of a message")
     read_config(options)
     completed = in_ranks(_complete, options, options)
     if options.json:
@@ -40,7 +43,7 @@ def _complete(here: Here, options: Generate) -> Completed:
     model = open_model(options, here)
     completions = generate(
         model,
-        options.prompt,
+        [_chat(options, prompt) for prompt in options.prompt] if options.chat else options.prompt,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
@@ -50,8 +53,15 @@ def _complete(here: Here, options: Generate) -> Completed:
         speculation=open_drafts(options, here),
         transport=here.transport,
         progress=here.progress,
+        chat=options.chat,
     )
     return [(_as_text(model, prompt), one) for prompt, one in zip(options.prompt, completions, strict=True)]
+
+
+def _chat(options: Generate, text: str | list[int]) -> list[dict[str, Any]]:
+    """A chat of one user's message."""
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [*system, {"role": "user", "content": text}]
 
 
 def _as_text(model: Model, prompt: str | list[int]) -> str:

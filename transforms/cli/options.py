@@ -36,7 +36,7 @@ GROUPS = (
 )
 """The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
 
-NEEDS = {"draft": "speculate", "input_len": "output_len", "output_len": "input_len"}
+NEEDS = {"draft": "speculate", "system": "chat", "input_len": "output_len", "output_len": "input_len"}
 """Options that count for nothing without another one."""
 
 IDLE = {
@@ -195,7 +195,8 @@ class Options:
             if both := " and ".join(others):
                 self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
             if needed not in self.given:
-                pair = (f"{flag_of(one)} {fields[one].metadata['kind']['metavar']}" for one in (name, needed))
+                kinds = ((flag_of(one), fields[one].metadata["kind"]) for one in (name, needed))
+                pair = (f"{own} {kind.get('metavar', '')}".strip() for own, kind in kinds)
                 self.refuse(written, f"no {flag_of(needed)}", " ".join(pair))
 
 
@@ -206,7 +207,7 @@ def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
 
 
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
-_FOLDER = "a checkpoint folder in Hugging Face's format"
+_FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
 
 
@@ -278,6 +279,8 @@ class Generate(RunOptions):
     model: str = _general(_FOLDER, DIR, attrs.NOTHING)
     preset: None = None
     prompt: Sequence[str | list[int]] = _prompts("a text; may be repeated", TEXT, (), also={"--prompt-ids": IDS})
+    chat: bool = _prompts("each text is a user's message, by the checkpoint's chat template", SWITCH, False)
+    system: str | None = _prompts("the system's message before it; needs --chat", TEXT_ONCE)
     max_tokens: int = _sampling("tokens to generate per prompt", whole("N"), 64)
     temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0.0)
     seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
@@ -295,7 +298,7 @@ class Serve(RunOptions):
     command, usage = "serve", "MODEL [options]"
     summary = "serve a checkpoint over HTTP, by OpenAI's API"
 
-    model: str = _model(f"{_FOLDER}; demo: the one that weft ships", WORD, attrs.NOTHING)
+    model: str = _model(_FOLDER, WORD, attrs.NOTHING)
     preset: None = None
     json: bool = False
     host: str = _network("address to listen on", value("ADDRESS", str, bool, "an address"), "127.0.0.1")

@@ -16,10 +16,12 @@ from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
 from weft.errors import ConfigWarning, ProgramError, WeftError
 from weft.stages.choices import pick_attention, pick_device
-from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
+from weft.stages.config import ModelConfig, parse_config
+from weft.stages.formats import load_config, open_checkpoint
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.random_weights import PRESETS, random_model
+from weft.stages.released import RELEASED, released
 from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
@@ -134,6 +136,19 @@ def _check_device(options: RunOptions, num_ranks: int) -> None:
         options.refuse(f"--device {options.device}", seen, instead)
 
 
+def path_of(model: str) -> Path:
+    """The path of a model as written: a file or a folder that is there, or else the name of a released model.
+
+    Raises:
+        CheckpointNotFoundError: the package that holds the released model is not installed.
+    """
+    return released(model) if model in RELEASED and not os.path.exists(model) else Path(model)
+
+
+def _read_config(model: str, call: str) -> ModelConfig:
+    return open_checkpoint(path_of(model), call).read_config(call, strict=False)
+
+
 def read_config(options: ModelOptions) -> ModelConfig:
     """The configuration of the folder or the preset. It is read before anything is loaded, and so is that of the model
     that drafts.
@@ -143,11 +158,11 @@ def read_config(options: ModelOptions) -> ModelConfig:
         RequestError: more stages than layers; without `--pp`, torchrun's processes are the stages.
     """
     if options.draft is not None:
-        config_in_folder(Path(options.draft), f"--draft {options.draft}")
+        _read_config(options.draft, f"--draft {options.draft}")
     if options.model is None:
         config = parse_config(PRESETS[str(options.preset)], source=f"preset {options.preset!r}")
     else:
-        config = config_in_folder(Path(options.model), f"--model {options.model}")
+        config = _read_config(options.model, f"--model {options.model}")
     count = options.num_stages or world_size(options)
     written = f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
     with options.about(written, ProgramError):
@@ -162,7 +177,7 @@ def open_model(options: RunOptions, here: Here) -> Model:
         kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name, "kv_dtype": options.kv_dtype}
         return _with_stages(options, random_model(config, seed=options.seed, device=here.device, **kind))
     kind = {"stage": here.stage, "progress": here.progress, "kv_dtype": options.kv_dtype}
-    model = load(str(options.model), here.device, options.dtype, **kind)
+    model = load(path_of(str(options.model)), here.device, options.dtype, **kind)
     return _with_stages(options, model)
 
 
@@ -196,7 +211,8 @@ def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
     count, folder = options.speculate, options.draft
     if count is None or folder is None:
         return None if count is None else Speculation(count)
-    return Speculation(count, model=load(folder, here.device, options.dtype) if here.first else load_config(folder))
+    path = path_of(folder)
+    return Speculation(count, model=load(path, here.device, options.dtype) if here.first else load_config(path))
 
 
 def make_engine(

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from weft.errors import RankError, RequestError
 from weft.stages.adapters import load_adapter
-from weft.stages.chat import ChatTemplate, read_chat_template
-from weft.stages.model import DEMO, Model
+from weft.stages.chat import ChatTemplate
+from weft.stages.model import Model
 from weft.transforms.cli.options import Serve
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
 from weft.transforms.engine.engine import Engine
@@ -25,9 +23,7 @@ from weft.transforms.engine.options import EngineLimits
 
 def run(options: Serve) -> int:
     """Serve until a signal, or until a rank has ended; the exit code is 1 if the engine failed."""
-    name = options.served_model_name or Path(options.model).resolve().name
-    if options.model == "demo":
-        name, options = options.served_model_name or "demo", attrs.evolve(options, model=str(DEMO))
+    name = options.served_model_name or Path(options.model).resolve().name.removesuffix(".gguf")
     try:
         importlib.import_module("weft.transforms.server.app")  # an error here comes before the model is loaded
     except ImportError as error:
@@ -129,11 +125,12 @@ def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks
 
 
 def _template(options: Serve, model: Model) -> ChatTemplate | None:
-    own = read_chat_template(model.path, f"weft serve {options.model}")
+    """The template of `--chat-template`."""
     if options.chat_template is None:
-        return own
+        return None
     try:
         source = Path(options.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         options.refuse(f"--chat-template {options.chat_template}", f"{error}", "a file in Jinja")
+    own = model.chat_template
     return ChatTemplate(source, {} if own is None else own.special_tokens)

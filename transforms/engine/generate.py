@@ -33,6 +33,8 @@ _RULES: dict[str, Rule] = {
         "pass a list of prompts, each a string or a list of token ids",
     ),
 }
+Prompt = str | Sequence[int] | EmbedsPrompt | Sequence[Mapping[str, Any]]
+"""A text, token ids, or embeddings; or, of a chat, its messages."""
 MAX_NUM_REQS = 256
 """The most completions that run at once; others wait."""
 
@@ -106,7 +108,7 @@ class Completion:
 @overload
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
+    prompts: Sequence[Prompt],
     *,
     max_tokens: int,
     temperature: float = ...,
@@ -119,12 +121,13 @@ def generate(
     speculation: Speculation | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
+    chat: bool = ...,
     stream: Literal[False] = ...,
 ) -> list[Completion]: ...
 @overload
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
+    prompts: Sequence[Prompt],
     *,
     max_tokens: int,
     temperature: float = ...,
@@ -137,12 +140,13 @@ def generate(
     speculation: Speculation | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
+    chat: bool = ...,
     stream: Literal[True],
 ) -> Iterator[RequestOutput]: ...
 @names_arguments(**for_generate(attrs.fields_dict(SamplingParams)))
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
+    prompts: Sequence[Prompt],
     *,
     max_tokens: int,
     temperature: float = 0.0,
@@ -155,13 +159,14 @@ def generate(
     speculation: Speculation | None = None,
     transport: Transport | None = None,
     progress: bool = False,
+    chat: bool = False,
     stream: bool = False,
 ) -> list[Completion] | Iterator[RequestOutput]:
     """Complete prompts, all in one engine.
 
     Args:
         model: from `weft.load`.
-        prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths.
+        prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths; with `chat`, lists of messages.
         max_tokens: the most tokens to generate for each; the model's own limit on positions may end one sooner.
         temperature: 0 is greedy; short for `sampling=SamplingParams(temperature=...)`.
         seed: of all random choices. The seed and a prompt's place in the list fix its completion, whatever the other
@@ -176,6 +181,8 @@ def generate(
         speculation: how drafts are made, so that a step verifies several tokens; no token changes. None: no drafts.
         transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
         progress: show a progress bar.
+        chat: each prompt is a list of messages, each with a `role` and a `content`, which the checkpoint's template
+            makes a prompt of (`model.encode_chat`).
         stream: return an iterator of outputs as they come (`RequestOutput`, whose `id` is the prompt's place in the
             list, as a string) instead of the completions at the end.
 
@@ -202,7 +209,7 @@ def generate(
     if sampling is not None:
         temperatures["beside sampling, temperature"] = temperature
     check_values(call, _RULES, {"max_tokens": max_tokens, **temperatures, "prompts": prompts})
-    encoded = _encode_prompts(model, prompts, call)
+    encoded = _encode_prompts(model, prompts, call, chat)
     if transport is not None:
         lengths = [len(own.ids) if isinstance(own, EmbedsPrompt) else len(own) for own in encoded]
         transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
@@ -288,7 +295,8 @@ def _limits(
     return EngineLimits(max_num_reqs=rows, max_model_len=longest, page_size=size)
 
 
-def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int] | EmbedsPrompt]:
+def _encode_prompts(model: Model, prompts: Any, call: str, chat: bool) -> list[list[int] | EmbedsPrompt]:
+    prompts = [model.encode_chat(messages) for messages in prompts] if chat else prompts
     encoded = [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
     return [own if isinstance(own, EmbedsPrompt) else ids for own, ids in zip(prompts, encoded, strict=True)]
 

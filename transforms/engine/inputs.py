@@ -162,7 +162,7 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         if isinstance(wrong[0], str):
             instead = "one prompt: a string or a list of token ids"
         elif isinstance(wrong[0], Mapping):
-            instead = "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat"
+            instead = "model.encode_chat(messages), or weft.generate(model, [messages], chat=True)"
     else:
         if embeds is not None:
             embeds.check(call, model)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -45,7 +46,7 @@ class Server:
         host: the engine.
         name: of the model.
         adapters: names of the engine's adapters, which are models of their own to clients.
-        chat_template: None: there are no chats.
+        chat_template: in the place of the model's own.
         api_key: what clients must send; None: nothing.
         limits: of a request.
         make_mask: of a `response_format`.
@@ -62,10 +63,11 @@ class Server:
         limits: ServerLimits | None = None,
         make_mask: MakeMask,
     ) -> None:
-        self.host, self.name, self.adapters, self.chat_template = host, name, tuple(adapters), chat_template
+        self.host, self.name, self.adapters = host, name, tuple(adapters)
         self.limits, self._key = limits or ServerLimits(), api_key
         model = host.engine.model
-        self.model, budget = model, host.engine.limits.budget
+        self.model = model if chat_template is None else attrs.evolve(model, chat_template=chat_template)
+        budget = host.engine.limits.budget
         self.max_model_len = min(model.config.max_position_embeddings, budget.max_pages * host.engine.limits.page_size)
         size = model.config.vocab_size
         self.vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer, size)
@@ -155,18 +157,11 @@ class Server:
         return await asyncio.to_thread(self.model.encode, text) if len(text) > _LONG_TEXT else self.model.encode(text)
 
     async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        if self.chat_template is None or self.model.tokenizer is None:
+        if self.model.chat_template is None or self.model.tokenizer is None:
             lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
             seen = f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve --chat-template"
             raise Refusal(400, seen, param="messages", code="no_chat_template")
-        if reserved := [
-            name for name in variables if name in ("self", "call", "messages", *self.chat_template.special_tokens)
-        ]:
-            raise Refusal(400, f"{reserved[0]} is set by the server", param="chat_template_kwargs")
-        text = self.chat_template.render("messages", texts_of(messages), **variables)
-        encode = self.model.tokenizer.encode
-        found = await asyncio.to_thread(encode, text, add_special_tokens=False)
-        return list(found.ids)
+        return await asyncio.to_thread(self.model.encode_chat, texts_of(messages), **variables)
 
     async def _asked(
         self,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.stages.checkpoint import tensor_shapes
-from weft.stages.config import load_config
+from weft.stages.formats import load_config
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO
 

@@ -1,0 +1,158 @@
+"""A GGUF's tensors, by transformers' names, unpacked by the package `gguf`."""
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.errors import CheckpointError
+from weft.stages.checkpoint import EMBED, HEAD, NORM, refuse_names, stage_fields
+from weft.stages.config import ModelConfig
+from weft.stages.gguf.file import GgufFile, StoredTensor, gguf_module, kind_name
+from weft.stages.layer_fields import Part
+from weft.stages.layout import StageLayout
+
+KINDS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""The dtypes of ggml's types that torch has."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor that divides the frequencies of the rotary embedding."""
+_OUTSIDE = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
+_MODULES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+"""The names of a layer's modules in transformers and in a GGUF."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+_AT_ONCE = 2**22
+"""Elements that are unpacked at a time: 16 MiB of float32 beside the parameters."""
+
+
+def stored_name(name: str) -> str:
+    """The name in a GGUF of a tensor of transformers; the experts of a layer are in one tensor.
+
+    >>> stored_name("model.layers.3.mlp.experts.7.up_proj.weight")
+    'blk.3.ffn_up_exps.weight'
+    """
+    if found := _LAYER.fullmatch(name):
+        index, module, kind = found.groups()
+        expert = _EXPERT.fullmatch(module)
+        return f"blk.{index}.{f'ffn_{expert[2]}_exps' if expert else _MODULES[module]}.{kind}"
+    return _OUTSIDE[name]
+
+
+@attrs.frozen
+class GgufTensors:
+    """Reads the tensors of a file (`weft.stages.checkpoint.TensorReader`).
+
+    Args:
+        file: the file.
+        config: of the whole model, from its metadata.
+        call: the call that the user wrote, for errors.
+    """
+
+    file: GgufFile
+    config: ModelConfig
+    call: str
+
+    def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
+        """Raise CheckpointError unless the file has these tensors, and no others but those of other stages."""
+        fields = stage_fields(self.config, StageLayout(0, 1, 0, self.config.num_layers))
+        explained = {stored_name(part.name) for _, field in fields for part in field.parts} | {ROPE_FACTORS}
+        needed = {part: stored_name(part.name) for part, _ in parts}
+        missing = sorted({name for name in needed.values() if name not in self.file.tensors})
+        extra = [name for name in self.file.tensors if name not in explained]
+        refuse_names(missing, extra, self.file.path.name, "its metadata", self.call)
+        for part, name in needed.items():
+            self._check(part, name)
+
+    def _check(self, part: Part, name: str) -> None:
+        stored, shape = self.file.tensors[name], part.shape
+        if part.expert is not None and self.config.moe is not None:
+            shape = self.config.moe.num_experts, *shape
+        if not _unpacks(stored.kind):
+            seen = f"{name} is {kind_name(stored.kind)}, which the package gguf does not unpack"
+            raise CheckpointError(self.call, seen, "another quantization of the model, such as Q4_K_M or Q8_0")
+        if stored.shape != shape:
+            seen = f"{name} in {self.file.path.name} is {stored.shape}, and its metadata makes it {shape}"
+            raise CheckpointError(self.call, seen, "check that it is a whole file, of this architecture")
+
+    def read(self, part: Part, dtype: torch.dtype) -> Tensor:
+        """A tensor on the CPU: a view of the mapped file if it is not packed, else a new one of `dtype`."""
+        stored = self.file.tensors[stored_name(part.name)]
+        if part.expert is not None:
+            size = stored.size // stored.shape[0]
+            stored = StoredTensor(stored.shape[1:], stored.kind, stored.start + part.expert * size, size)
+        found = self._tensor(stored, dtype)
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(part.name.split(".")[-2])
+        if heads is None or self.file.architecture != "llama":
+            return found
+        # llama.cpp's llama turns neighbours in a head together, so there the two halves of a head alternate.
+        halves: Tensor = found.unflatten(0, (heads, -1, 2))
+        return halves.transpose(1, 2).flatten(0, 2)
+
+    def _tensor(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+        if kind := KINDS.get(stored.kind):
+            count = stored.size // kind.itemsize
+            flat: Tensor = torch.frombuffer(self.file.data, dtype=kind, count=count, offset=stored.start)
+            return flat.view(stored.shape)
+        columns = stored.shape[-1]
+        found = torch.empty(stored.shape, dtype=dtype, device="cpu").view(-1, columns)
+        packed = np.frombuffer(self.file.data, np.uint8, stored.size, stored.start).reshape(len(found), -1)
+        step = max(_AT_ONCE // columns, 1)
+        for start in range(0, len(found), step):
+            rows = _unpack(packed[start : start + step], stored.kind)
+            found[start : start + step] = torch.from_numpy(rows)
+        return found.view(stored.shape)
+
+
+def rope_factors(file: GgufFile, pairs: int, call: str) -> tuple[float, ...] | None:
+    """The divisors of the frequencies of a head's pairs; None if the file has none.
+
+    Raises:
+        CheckpointError: another number of them, or numbers that divide nothing.
+    """
+    if ROPE_FACTORS not in file.tensors:
+        return None
+    stored = file.tensors[ROPE_FACTORS]
+    if kind_name(stored.kind) == "F32" and stored.shape == (pairs,):
+        found = np.frombuffer(file.data, "<f4", pairs, stored.start)
+        if bool((np.isfinite(found) & (found > 0)).all()):
+            return tuple(found.tolist())
+    seen = f"{ROPE_FACTORS} is {kind_name(stored.kind)} {stored.shape}"
+    raise CheckpointError(call, seen, f"{pairs} finite numbers greater than 0 in F32, one for each pair of a head")
+
+
+@functools.cache
+def _unpacks(kind: int) -> bool:
+    """Whether the package gguf can: it says so when asked to."""
+    if kind in KINDS:
+        return True
+    constants = gguf_module("constants")
+    try:
+        _, size = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
+        _unpack(np.zeros((1, size), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        return False
+    return True
+
+
+def _unpack(packed: Any, kind: int) -> Any:
+    """Rows of blocks as float32."""
+    with np.errstate(all="ignore"):  # a scale may be anything that float16 holds
+        return gguf_module("quants").dequantize(packed, gguf_module("constants").GGMLQuantizationType(kind))
