@@ -25,7 +25,7 @@ from weft.transforms.engine.options import EngineLimits
 
 def run(options: Serve) -> int:
     """Serve until a signal, or until a rank has ended; the exit code is 1 if the engine failed."""
-    name = options.served_model_name or Path(options.model).resolve().name
+    name = options.served_model_name or options.preset or Path(str(options.model)).resolve().name
     if options.model == "demo":
         name, options = options.served_model_name or "demo", attrs.evolve(options, model=str(DEMO))
     try:
@@ -129,7 +129,7 @@ def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks
 
 
 def _template(options: Serve, model: Model) -> ChatTemplate | None:
-    own = read_chat_template(model.path, f"weft serve {options.model}")
+    own = read_chat_template(model.path, f"weft serve {options.model or options.preset}")
     if options.chat_template is None:
         return own
     try:
