@@ -49,6 +49,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: texts that end it; its own text ends before them.
         ignore_eos: the model's end-of-sequence tokens do not end it.
+        detokenize: completions have texts; false: tokens alone, which takes the engine less time. `stop` needs texts.
         seed: with a token's position it fixes what is drawn; None: a fresh one.
         logprobs: return the logprobs of this many of the likeliest tokens, beside the chosen one's; None: no logprobs.
         prompt_logprobs: the same for each token of the prompt.
@@ -79,6 +80,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = attrs.field(default=(), converter=_as_tuple)
     stop: str | Sequence[str] = attrs.field(default=(), converter=_as_tuple)
     ignore_eos: bool = False
+    detokenize: bool = True
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -93,6 +95,8 @@ class SamplingParams:
         for name, (holds, instead) in _CHECKS.items():
             if not holds(getattr(self, name)):
                 return f"{name}={getattr(self, name)!r}", instead
+        if self.stop and not self.detokenize:
+            return f"detokenize=False and stop={self.stop!r}", "detokenize=True, or stop_token_ids"
         if fault := self._all_barred(_MOST_TOKENS):
             return fault
         factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
@@ -185,6 +189,7 @@ _CHECKS: dict[str, tuple[Any, str]] = {
     "stop_token_ids": (_are_tokens, _TOKENS),
     "stop": (lambda x: isinstance(x, tuple) and all(isinstance(s, str) and s for s in x), "texts that are not empty"),
     "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+    "detokenize": (lambda x: isinstance(x, bool), "True or False"),
     "seed": (lambda x: x is None or is_int(x, -(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
     "logprobs": _COUNT_OR_NONE,
     "prompt_logprobs": _COUNT_OR_NONE,

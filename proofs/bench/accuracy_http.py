@@ -167,12 +167,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             with serving(given.model, *flags, *MODES[mode], timeout=900) as url:
                 common = f"model=served,tokenizer={given.model},num_concurrent={given.concurrent},max_retries=1,base_url={url}"
                 text, chat = f"{common}/completions,tokenizer_backend=huggingface", f"{common}/chat/completions"
-                run = "local-completions", text, (*GENERATED, *CHOICES), *more
-                found[mode, "local-completions"] = evaluate(given.lm_eval, Path(folder), *run)
-                own = "local-chat-completions", chat, CHATS, "--apply_chat_template", *more
-                found[mode, "local-chat-completions"] = evaluate(given.lm_eval, Path(folder), *own)
+                for api, how, names, flag in (
+                    ("local-completions", text, (*GENERATED, *CHOICES), []),
+                    ("local-chat-completions", chat, CHATS, ["--apply_chat_template"]),
+                ):
+                    found[mode, api] = evaluate(given.lm_eval, Path(folder), api, how, names, *flag, *more)
             print(
-                *({k: v for k, v in row.items()} for row in rows(found, given.modes[0]) if row["mode"] == mode),
+                *(row for row in rows(found, given.modes[0]) if row["mode"] == mode),
                 sep="\n",
                 flush=True,
             )

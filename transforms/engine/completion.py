@@ -148,6 +148,10 @@ class CompletionState:
         wanted = self.request.sampling.logprobs
         if wanted is not None:
             self.top_logprobs.append(dict(result.top_logprobs[row][index][:wanted]) if result.top_logprobs else {})
+        return self.append_text(token)
+
+    def append_text(self, token: int) -> bool:
+        """Append the text of the last token; returns whether a stop text ends the request with it."""
         if self.tokenizer is None:
             return False
         self.text_offsets.append(len(self._decoded))

@@ -29,7 +29,7 @@ class RequestOutput:
         id: of the request.
         index: which of its completions (`SamplingParams.n`), from 0 on.
         token_ids: the new tokens.
-        text: the new text; None where the checkpoint has no tokenizer.
+        text: the new text; None where the checkpoint has no tokenizer, or the request asked for none.
         finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
         track: the whole completion so far: tokens, logprobs, text.
         error: with the reason `error`, what went wrong with this request alone.
@@ -119,7 +119,8 @@ class OutputProcessor:
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
         """Add a request's completions; the first one collects the logprobs of the prompt for all."""
-        states = [CompletionState(request, self._tokenizer, self._special_ids) for request in requests]
+        tokenizer = self._tokenizer if requests[0].sampling.detokenize else None
+        states = [CompletionState(request, tokenizer, self._special_ids) for request in requests]
         own_mask = None if mask is None else RequestMask.of(mask, requests[0].sampling, self._vocab_size)
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
             state.prompt_logprobs, state.prompt_top_logprobs = states[0].prompt_logprobs, states[0].prompt_top_logprobs
