@@ -3,10 +3,10 @@
     python -m weft.proofs.bench.accuracy_http --model DIR --lm-eval PATH/TO/lm_eval --out FOLDER
 
 The tasks are written here: 200 sums that the model completes, 60 of them as a choice, and capitals as a choice and as
-chats. All numbers are drawn with a fixed seed. Generation goes through `local-completions` and `local-chat-completions`, the
-log-likelihood of choices through `local-completions` (`echo` and `logprobs`), and through lm_eval's own `hf`, which runs
-the same folder in transformers. Compared with mode `none` are the accuracies, the answer to each question, and the
-log-likelihood of each choice. The package needs no network: the tokenizer is the folder's.
+chats. All numbers are drawn with a fixed seed. Generation goes through `local-completions`, and for chats through
+`local-chat-completions`; the log-likelihood of choices through `local-completions` (`echo` and `logprobs`). lm_eval's own
+`hf` runs the same folder in transformers. Compared with mode `none` are the accuracies, the answer to each question, and
+the log-likelihood of each choice. The package needs no network: the tokenizer is the folder's.
 """
 
 import argparse
@@ -165,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_tasks(Path(folder))
         for mode in given.modes:
             with serving(given.model, *flags, *MODES[mode], timeout=900) as url:
-                common = f"model=served,tokenizer={given.model},num_concurrent={given.concurrent},max_retries=1,base_url={url}"
+                common = f"model=served,tokenizer={given.model},num_concurrent={given.concurrent},max_retries=1"
+                common += f",base_url={url}"
                 text, chat = f"{common}/completions,tokenizer_backend=huggingface", f"{common}/chat/completions"
                 for api, how, names, flag in (
                     ("local-completions", text, (*GENERATED, *CHOICES), []),

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from weft.errors import RequestError
 from weft.stages.model import Model
@@ -84,8 +84,7 @@ class RemoteHost(Host, asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are no subclasses
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
