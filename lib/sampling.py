@@ -70,7 +70,7 @@ class SamplingParams:
             tokens; None: no logprobs but the chosen one's.
         prompt_logprobs: the same for each token of the prompt.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: False: the completion has no text.
+        detokenize: False: the completion has no text, which takes the host less time.
         n: completions of the prompt, each with a seed of its own; at most 10,000.
 
     Raises:

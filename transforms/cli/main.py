@@ -133,13 +133,14 @@ def _add_flags(parser: argparse.ArgumentParser, own: type[Options]) -> None:
     groups: dict[str, Any] = {"options": parser}
     for field in flagged(own):
         name, help = field.metadata["group"], field.metadata["help"]
-        if "positional" in field.metadata["kind"]:
-            parser.add_argument(field.name, metavar=field.metadata["kind"]["metavar"], help=help)
-            continue
         if name == "model" and name not in groups:
             groups[name] = parser.add_mutually_exclusive_group(required=True)
         elif name not in groups:
             groups[name] = parser.add_argument_group(name)
+        if "positional" in field.metadata["kind"]:
+            word: dict[str, Any] = {"metavar": field.metadata["kind"]["metavar"], "help": help, "nargs": "?"}
+            groups[name].add_argument(field.name, default=argparse.SUPPRESS, **word)
+            continue
         if type(field.default) in (int, float, str) and "default" not in help:
             help += f" (default {str(field.default).removesuffix('.0')})"
         told = {"help": help, "required": field.default is attrs.NOTHING, **field.metadata["kind"]}

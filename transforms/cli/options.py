@@ -222,6 +222,11 @@ class ModelOptions(Options):
     draft: str | None = None
 
     @property
+    def dummy(self) -> bool:
+        """Whether the weights are random, drawn on the device."""
+        return self.preset is not None
+
+    @property
     def splits(self) -> tuple[int | None, ...]:
         """The numbers of stages; None: one, or torchrun's."""
         return self.pp if isinstance(self.pp, tuple) else (self.pp,)
@@ -295,11 +300,11 @@ class Serve(RunOptions):
     /health, /metrics. It listens on this machine alone unless --host says otherwise. SIGTERM and Ctrl-C let requests
     end that are under way."""
 
-    command, usage = "serve", "MODEL [options]"
+    command, usage = "serve", "(MODEL | --preset NAME) [options]"
     summary = "serve a checkpoint over HTTP, by OpenAI's API"
 
-    model: str = _model(_FOLDER, WORD, attrs.NOTHING)
-    preset: None = None
+    model: str | None = _model(_FOLDER, WORD)
+    preset: str | None = _model("the dimensions of a known model; random weights, prompts are token ids", PRESETS)
     json: bool = False
     host: str = _network("address to listen on", value("ADDRESS", str, bool, "an address"), "127.0.0.1")
     port: int = _network("0: one that is free, which is printed", whole("N", 0, 65535), 8000)

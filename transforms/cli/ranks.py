@@ -22,7 +22,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.random_weights import PRESETS, random_model
 from weft.stages.released import RELEASED, released
-from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions
+from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions, Serve
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports import Transport
@@ -172,10 +172,10 @@ def read_config(options: ModelOptions) -> ModelConfig:
 
 def open_model(options: RunOptions, here: Here) -> Model:
     """The part of the model that runs in this process, with the stages that `--stages` gives it."""
-    if isinstance(options, Bench) and options.dummy:
+    if options.dummy and isinstance(options, Bench | Serve):
         config, name = read_config(options), options.model or str(options.preset)
         kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name, "kv_dtype": options.kv_dtype}
-        return _with_stages(options, random_model(config, seed=options.seed, device=here.device, **kind))
+        return _with_stages(options, random_model(config, seed=options.seed or 0, device=here.device, **kind))
     kind = {"stage": here.stage, "progress": here.progress, "kv_dtype": options.kv_dtype}
     model = load(path_of(str(options.model)), here.device, options.dtype, **kind)
     return _with_stages(options, model)

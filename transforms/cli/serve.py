@@ -1,29 +1,22 @@
 """`weft serve`: a checkpoint over HTTP, by OpenAI's API."""
 
-import contextlib
-import functools
+import gc
 import importlib
 import os
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from weft.errors import RankError, RequestError
 from weft.stages.adapters import load_adapter
 from weft.stages.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.cli.options import Serve
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits
 
 
 def run(options: Serve) -> int:
     """Serve until a signal, or until a rank has ended; the exit code is 1 if the engine failed."""
-    name = options.served_model_name or Path(options.model).resolve().name.removesuffix(".gguf")
+    name = options.served_model_name or options.preset or Path(str(options.model)).resolve().name.removesuffix(".gguf")
     try:
         importlib.import_module("weft.transforms.server.app")  # an error here comes before the model is loaded
     except ImportError as error:
@@ -33,11 +26,45 @@ def run(options: Serve) -> int:
 
 
 def _serve(here: Here, options: Serve, name: str) -> int:
+    from weft.transforms.cli.http_process import HttpProcess, Settings, mask_maker
+    from weft.transforms.server.bodies import ServerLimits
+    from weft.transforms.server.commands import follow
+    from weft.transforms.server.host import max_model_len
+
+    http = HttpProcess() if here.first else None
+    try:
+        engine = _engine(here, options)
+        engine.warm_up()
+        gc.collect()
+        gc.freeze()  # a collection that walks torch and the model takes 0.1 s, in the middle of a step
+        if http is None:
+            follow(engine, mask_maker(engine.model))
+            return 0
+        settings = Settings(
+            model=engine.model,
+            max_model_len=max_model_len(engine),
+            max_num_reqs=engine.limits.budget.max_num_reqs,
+            max_waiting=options.max_waiting,
+            name=name,
+            adapters=[each for each, _ in options.adapter],
+            chat_template=_template(options, engine.model),
+            api_key=options.api_key or os.environ.get("WEFT_API_KEY"),
+            limits=ServerLimits(max_body=options.max_body, max_n=options.max_n, timeout=options.request_timeout),
+            address=options.host,
+            port=options.port,
+        )
+        return http.run(engine, settings, num_ranks=1 if here.stage is None else here.num_stages)
+    finally:
+        if http is not None:
+            http.close()
+
+
+def _engine(here: Here, options: Serve) -> Engine:
     model = open_model(options, here)
     limits = EngineLimits(
         max_num_reqs=options.max_num_seqs, max_num_tokens=options.max_num_tokens, max_model_len=options.max_model_len
     )
-    engine = Engine(
+    return Engine(
         model,
         limits,
         pipeline=here.num_stages,
@@ -49,79 +76,6 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         adapters={each: load_adapter(model, folder) for each, folder in options.adapter},
         speculation=open_drafts(options, here),
     )
-    engine.warm_up()
-    make_mask = mask_maker(model)
-    if here.first:
-        return _listen(options, name, engine, make_mask, num_ranks=1 if here.stage is None else here.num_stages)
-    from weft.transforms.server.host import follow
-
-    follow(engine, make_mask)
-    return 0
-
-
-def mask_maker(model: Model) -> Callable[[Mapping[str, Any]], Mask]:
-    """Makes masks of `response_format`s; XGrammar reads the vocabulary at the first one."""
-    from weft.transforms.server.grammars import Grammars
-    from weft.transforms.server.vocabulary import Vocabulary
-
-    @functools.cache
-    def grammars() -> Grammars:
-        if model.tokenizer is None:
-            raise RequestError("response_format", "a checkpoint without a tokenizer", "one with tokenizer.json")
-        return Grammars(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
-
-    return lambda form: grammars().mask(form)
-
-
-def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks: int) -> int:
-    import uvicorn
-
-    class Listener(uvicorn.Server):
-        """A server that says where it listens once it does, and to which a signal is no failure."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            signals = signal.SIGINT, signal.SIGTERM
-            before = {each: signal.signal(each, self.handle_exit) for each in signals}
-            try:
-                yield
-            finally:
-                for each, handler in before.items():
-                    signal.signal(each, handler)
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            for own in self.servers:
-                for socket in own.sockets:
-                    address, port = socket.getsockname()[:2]
-                    print(f"{name} is served at http://{address}:{port}/v1", flush=True)
-
-    from weft.transforms.server.app import Server
-    from weft.transforms.server.bodies import ServerLimits
-    from weft.transforms.server.host import EngineHost
-
-    def stop() -> None:
-        if isinstance(host.fault, RankError):  # a rank that ended does not come back
-            listener.should_exit = True
-
-    host = EngineHost(engine, options.max_waiting, make_mask, num_ranks=num_ranks, on_fault=stop)
-    server = Server(
-        host,
-        name,
-        adapters=[each for each, _ in options.adapter],
-        chat_template=_template(options, engine.model),
-        api_key=options.api_key or os.environ.get("WEFT_API_KEY"),
-        limits=ServerLimits(max_body=options.max_body, max_n=options.max_n, timeout=options.request_timeout),
-        make_mask=make_mask,
-    )
-    config = uvicorn.Config(
-        server.app(), options.host, options.port, log_level="warning", access_log=False, server_header=False
-    )
-    listener = Listener(config)
-    listener.run()
-    if host.fault is not None:
-        print(f"error: a step of the engine raised {type(host.fault).__name__}: {host.fault}", file=sys.stderr)
-    return 1 if host.fault is not None else 0
 
 
 def _template(options: Serve, model: Model) -> ChatTemplate | None:

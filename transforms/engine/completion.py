@@ -199,6 +199,15 @@ class CompletionState:
             self.ranks.append(result.ranks[row][index])
         if self.times.first_token is None:
             self.times.first_token = time.monotonic()
+        return self.append_text(token, is_stop=is_stop)
+
+    def append_text(self, token: int, *, is_stop: bool = False) -> bool:
+        """Append the text of the last token; returns whether a stop text ends the request with it.
+
+        Args:
+            is_stop: it is a token that ends the request.
+        """
+        params = self.request.sampling
         if is_stop:
             is_own = token in self.eos_ids and not params.ignore_eos
             self.stop_reason = None if is_own else token

@@ -30,7 +30,7 @@ class RequestOutput:
         id: of the request.
         index: which of its completions (`SamplingParams.n`), from 0 on.
         token_ids: the new tokens.
-        text: the new text; None where the checkpoint has no tokenizer.
+        text: the new text; None where the checkpoint has no tokenizer, or the request asked for none.
         finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
         track: the whole completion so far: tokens, logprobs, text, times.
         error: with the reason `error`, what went wrong with this request alone.

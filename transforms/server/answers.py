@@ -2,14 +2,14 @@
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 from torch import Tensor
 
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.server.streams import Output
 from weft.transforms.server.vocabulary import Vocabulary
 
 
@@ -22,7 +22,8 @@ class Choice:
         prompt: the tokens of its prompt.
         text: what has come so far.
         num_tokens: of what has come.
-        track: the engine's record of it; None before the first output.
+        track: the record of it; None before the first output.
+        captured: what the stages captured, once it has ended.
         finish_reason: None: it goes on.
         num_chars: of the tokens whose logprobs were written.
     """
@@ -33,11 +34,13 @@ class Choice:
     num_tokens: int = 0
     num_chars: int = 0
     track: CompletionState | None = None
+    captured: Mapping[str, Tensor] = attrs.field(factory=dict)
     finish_reason: str | None = None
 
-    def add(self, output: RequestOutput) -> "Part":
+    def add(self, output: Output) -> "Part":
         """Add an output; returns what is new."""
-        start, self.track = self.num_tokens, output.track
+        start, self.track = self.num_tokens, output.progress.state
+        self.captured = output.progress.captured
         new = output.text or ""
         part = Part(self, new, start, start + len(output.token_ids), output.finish_reason)
         self.text, self.num_tokens, self.finish_reason = self.text + new, part.stop, output.finish_reason
@@ -180,7 +183,7 @@ def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dic
 
 def captured_of(choice: Choice) -> dict[str, Any]:
     """The captures of each token that was read, by name: little-endian bytes in base64, with their dtype and shape."""
-    return {} if choice.track is None else {name: _encoded(x) for name, x in choice.track.captured.items()}
+    return {name: _encoded(x) for name, x in choice.captured.items()}
 
 
 def _encoded(x: Tensor) -> dict[str, Any]:

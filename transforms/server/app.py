@@ -17,11 +17,11 @@ from starlette.routing import Route
 
 from weft import __version__
 from weft.stages.chat import ChatTemplate
-from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.server.answers import Part, Writer
 from weft.transforms.server.bodies import ServerLimits, read_body, unless_gone
+from weft.transforms.server.commands import Add, MakeMask
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
-from weft.transforms.server.host import Add, EngineHost, MakeMask
+from weft.transforms.server.host import Host
 from weft.transforms.server.metrics import Metrics
 from weft.transforms.server.protocol import (
     ChatRequest,
@@ -32,6 +32,7 @@ from weft.transforms.server.protocol import (
     texts_of,
 )
 from weft.transforms.server.refusals import Refusal, as_json, event, refusal_of
+from weft.transforms.server.streams import Output
 from weft.transforms.server.vocabulary import Vocabulary
 
 _LONG_TEXT = 2000
@@ -54,7 +55,7 @@ class Server:
 
     def __init__(
         self,
-        host: EngineHost,
+        host: Host,
         name: str,
         *,
         adapters: Sequence[str] = (),
@@ -65,10 +66,8 @@ class Server:
     ) -> None:
         self.host, self.name, self.adapters = host, name, tuple(adapters)
         self.limits, self._key = limits or ServerLimits(), api_key
-        model = host.engine.model
+        self.max_model_len, model = host.max_model_len, host.model
         self.model = model if chat_template is None else attrs.evolve(model, chat_template=chat_template)
-        budget = host.engine.limits.budget
-        self.max_model_len = min(model.config.max_position_embeddings, budget.max_pages * host.engine.limits.page_size)
         size = model.config.vocab_size
         self.vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer, size)
         self.metrics = Metrics(name)
@@ -109,7 +108,7 @@ class Server:
         if body.messages is not None:
             ids = await self._encode_chat(body.messages, {"add_generation_prompt": body.add_generation_prompt})
         else:
-            ids = await self._encode(body.prompt)
+            ids = await self._encode(body.prompt, body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
@@ -153,7 +152,9 @@ class Server:
         seen = f"the model {name!r:.100} does not exist; this server has {', '.join((self.name, *self.adapters))}"
         raise Refusal(404, seen, param="model", code="model_not_found")
 
-    async def _encode(self, text: str) -> list[int]:
+    async def _encode(self, text: str, special: bool = True) -> list[int]:
+        if not special and self.model.tokenizer is not None:
+            return list(self.model.tokenizer.encode(text, add_special_tokens=False).ids)
         return await asyncio.to_thread(self.model.encode, text) if len(text) > _LONG_TEXT else self.model.encode(text)
 
     async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
@@ -192,7 +193,7 @@ class Server:
                 seen = f"this server has no grammars: {error}; pip install 'weft[serve]'"
                 raise Refusal(501, seen, param="response_format", code="no_grammars") from error
         own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras, "form": form}
-        own["cache_salt"] = body.cache_salt
+        own |= {"cache_salt": body.cache_salt, "captured": body.weft.captured}
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
         requests = [Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts]
         return Asked(
@@ -215,56 +216,33 @@ class Server:
             await unless_gone(request, _exhaust(parts))
         return _json(form.whole())
 
-    async def _events(self, first: Part, parts: AsyncGenerator[Part, None], form: Form) -> AsyncIterator[bytes]:
+    async def _events(
+        self, first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form
+    ) -> AsyncIterator[bytes]:
         """The server-sent events of a stream."""
         async with contextlib.aclosing(parts):
             try:
-                for chunk in form.chunks(first):
-                    yield event(chunk)
-                async for part in parts:
-                    for chunk in form.chunks(part):
-                        yield event(chunk)
+                yield b"".join(map(form.events, first))
+                async for found in parts:
+                    yield b"".join(map(form.events, found))
                 if form.usage_chunk is not None:
                     yield event(form.usage_chunk)
                 yield b"data: [DONE]\n\n"
             except Exception as error:
                 yield event(refusal_of(error).body)
 
-    async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Part, None]:
+    async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Sequence[Part], None]:
         """The parts of all choices as they come, within the time limit."""
-        arrived: asyncio.Queue[tuple[int, RequestOutput] | BaseException] = asyncio.Queue()
         n, clock = asked.body.n, self.metrics.begin(sum(map(len, asked.prompts)))
-
-        async def pump(place: int, request: Add) -> None:
-            try:
-                async with contextlib.aclosing(self.host.stream(request)) as outputs:
-                    async for output in outputs:
-                        if output.error is not None:
-                            raise output.error
-                        arrived.put_nowait((place, output))
-            except Exception as error:
-                arrived.put_nowait(error)
-
-        tasks = [asyncio.create_task(pump(*own)) for own in enumerate(asked.requests)]
-        end = None if self.limits.timeout is None else time.monotonic() + self.limits.timeout
+        outputs, seconds = self.host.stream(asked.requests), self.limits.timeout
         try:
-            while any(choice.finish_reason is None for choice in form.choices):
-                left = None if end is None else end - time.monotonic()
-                found = await asyncio.wait_for(arrived.get(), left)
-                if isinstance(found, BaseException):
-                    raise found
-                place, output = found
-                part = form.choices[place * n + output.index].add(output)
-                clock.add(len(output.token_ids))
-                yield part
+            async with contextlib.aclosing(outputs if seconds is None else _within(outputs, seconds)) as stream:
+                async for found in stream:
+                    clock.add(sum(len(output.token_ids) for output in found))
+                    yield [form.choices[output.place * n + output.index].add(output) for output in found]
             clock.end([choice.finish_reason or "" for choice in form.choices])
-        except TimeoutError:
-            raise Refusal(504, f"no end within {self.limits.timeout:g} s", "timeout", code="timeout") from None
         finally:
             clock.drop()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def app(self) -> Starlette:
         """The application."""
@@ -282,10 +260,11 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        await self.host.open()
         try:
             yield
         finally:
-            await asyncio.to_thread(self.host.close)
+            await self.host.close()
 
     def _guarded(
         self, route: Callable[[Request], Awaitable[Response]], is_open: bool = False
@@ -315,12 +294,30 @@ class Server:
             raise Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
 
 
-async def _exhaust(parts: AsyncGenerator[Part, None]) -> None:
+async def _within(outputs: AsyncGenerator[list[Output], None], seconds: float) -> AsyncGenerator[list[Output], None]:
+    """The outputs that come before so many seconds have passed.
+
+    Raises:
+        Refusal: not all have.
+    """
+    end = time.monotonic() + seconds
+    async with contextlib.aclosing(outputs):
+        while True:
+            try:
+                found = await asyncio.wait_for(anext(outputs), end - time.monotonic())
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise Refusal(504, f"no end within {seconds:g} s", "timeout", code="timeout") from None
+            yield found
+
+
+async def _exhaust(parts: AsyncGenerator[Sequence[Part], None]) -> None:
     async for _ in parts:
         pass
 
 
-async def _first(parts: AsyncGenerator[Part, None]) -> Part:
+async def _first(parts: AsyncGenerator[Sequence[Part], None]) -> Sequence[Part]:
     return await anext(parts)
 
 

@@ -7,8 +7,12 @@ from typing import Any
 import attrs
 
 from weft.transforms.server.answers import Choice, Part, Writer, captured_of, usage_of
-from weft.transforms.server.host import Add
+from weft.transforms.server.commands import Add
 from weft.transforms.server.protocol import ChatRequest, CompletionRequest, Sampled
+from weft.transforms.server.refusals import as_json, event
+
+_PLACE = "\0text\0"
+"""A text that stands where a frame has a gap."""
 
 
 @attrs.frozen(eq=False)
@@ -41,8 +45,21 @@ class Form(ABC):
 
     kind: str
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, has_logprobs: bool) -> None:
         self.asked, self.choices, self.writer = asked, asked.choices(), asked.writer
+        options = asked.body.stream_options
+        self._is_plain = not (has_logprobs or (options is not None and options.continuous_usage_stats))
+        self._frames: dict[int, Sequence[bytes]] = {}
+
+    def events(self, part: Part) -> bytes:
+        """The server-sent events of a part. Where two chunks differ by their texts alone, the text is put between bytes
+        that were encoded once."""
+        if not self._is_plain or part.start == 0 or part.finish_reason is not None:
+            return b"".join(event(chunk) for chunk in self.chunks(part))
+        if (frame := self._frames.get(part.choice.index)) is None:
+            [chunk] = self.chunks(Part(part.choice, _PLACE, 1, 1, None))
+            frame = self._frames[part.choice.index] = event(chunk).split(as_json(_PLACE))
+        return as_json(part.text).join(frame)
 
     @abstractmethod
     def choice(self, part: Part) -> dict[str, Any]:
@@ -83,7 +100,7 @@ class TextForm(Form):
     kind = "text_completion"
 
     def __init__(self, asked: Asked, body: CompletionRequest, echoed: Sequence[str]) -> None:
-        super().__init__(asked)
+        super().__init__(asked, body.logprobs is not None)
         self.body, self.echoed = body, echoed
 
     def choice(self, part: Part, is_first: bool = True) -> dict[str, Any]:
@@ -108,7 +125,7 @@ class ChatForm(Form):
     kind = "chat.completion"
 
     def __init__(self, asked: Asked, body: ChatRequest) -> None:
-        super().__init__(asked)
+        super().__init__(asked, bool(body.logprobs))
         self.body = body
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:

@@ -1,105 +1,21 @@
-"""`EngineHost`: an engine in a thread of its own, whose requests come from an event loop; `follow`: the other ranks."""
+"""`EngineHost` and what it shares with `RemoteHost`: requests from an event loop to an engine elsewhere."""
 
 import asyncio
-import contextlib
 import itertools
-import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
 
 import attrs
-import torch
 
-from weft.errors import EngineError, RequestError, WeftError
-from weft.sampling import SamplingParams
+from weft.errors import WeftError
+from weft.stages.model import Model
+from weft.transforms.engine.completion import special_ids
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
-from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.stats import Stats
-
-MakeMask = Callable[[Mapping[str, Any]], Mask | None]
-"""Makes the mask of a request from a `response_format`."""
-
-
-@attrs.frozen(kw_only=True)
-class Add:
-    """A request for the engine, as it travels to all ranks.
-
-    Args:
-        name: of the request.
-        prompt: token ids.
-        sampling, max_tokens, priority, adapter: as `Engine.add` takes them.
-        extras: lists of numbers, by name.
-        cache_salt: as `Engine.add` takes it.
-        form: the `response_format`, from which each rank makes the mask; None: there is none.
-    """
-
-    name: str = ""
-    prompt: Sequence[int]
-    sampling: SamplingParams
-    max_tokens: int
-    priority: int = 0
-    adapter: str | None = None
-    extras: dict[str, Any] = attrs.field(factory=dict)
-    cache_salt: str = ""
-    form: dict[str, Any] | None = None
-
-    def apply(self, engine: Engine, make_mask: MakeMask) -> None:
-        """Add it.
-
-        Raises:
-            RequestError: it could never be served.
-        """
-        engine.add(
-            [*self.prompt],
-            self.sampling,
-            max_tokens=self.max_tokens,
-            id=self.name,
-            priority=self.priority,
-            adapter=self.adapter,
-            cache_salt=self.cache_salt,
-            mask=None if self.form is None else make_mask(self.form),
-            extras={name: _tensor(name, own) for name, own in self.extras.items()} or None,
-        )
-
-
-@attrs.frozen
-class Abort:
-    """The end of a request whose client has gone."""
-
-    name: str
-
-    def apply(self, engine: Engine, _: MakeMask) -> None:
-        """Abort it unless it has ended."""
-        if engine.is_under_way(self.name):
-            engine.abort(self.name)
-
-
-@attrs.frozen
-class Stop:
-    """The end of the server."""
-
-    def apply(self, engine: Engine, _: MakeMask) -> None:
-        """Nothing: the one who takes it ends."""
-
-
-def follow(engine: Engine, make_mask: MakeMask) -> None:
-    """The part of a rank beside the first one: the same requests and steps, until the first rank stops.
-
-    Raises:
-        RankError: a rank ended, or kept this one waiting.
-    """
-    while True:
-        commands = engine.transport.share(None)
-        for command in commands:
-            with contextlib.suppress(RequestError):  # as on the first rank, which tells the client
-                command.apply(engine, make_mask)
-        if any(isinstance(command, Stop) for command in commands):
-            return
-        if not engine.is_idle:
-            engine.step()
+from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, Stop
+from weft.transforms.server.loop import Delta, Ended, EngineLoop, Message, Told
+from weft.transforms.server.streams import Output, Progress
 
 
 class BusyError(WeftError):
@@ -112,81 +28,85 @@ class ClosedError(WeftError):
 
 @attrs.define(eq=False)
 class _Listener:
-    """Where a request's outputs go: a queue of an event loop, which is written in that loop's own thread."""
+    """What has come for a client's request and was not taken yet. A slow client finds several steps' tokens at once."""
 
-    loop: asyncio.AbstractEventLoop
-    outputs: "asyncio.Queue[RequestOutput | BaseException]" = attrs.field(factory=asyncio.Queue)
+    deltas: list[tuple[int, Delta]] = attrs.field(factory=list)
+    error: WeftError | None = None
+    arrived: asyncio.Event = attrs.field(factory=asyncio.Event)
 
-    def put(self, found: Iterable[RequestOutput | BaseException]) -> None:
-        """Put what was found into the queue, from any thread."""
+    async def take(self) -> list[tuple[int, Delta]]:
+        """What has come, at least one."""
+        await self.arrived.wait()
+        found, self.deltas = self.deltas, []
+        if self.error is None:
+            self.arrived.clear()
+        elif not found:
+            raise self.error
+        return found
 
-        def put() -> None:
-            for own in found:
-                self.outputs.put_nowait(own)
 
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(put)
+class Host(ABC):
+    """An engine that runs elsewhere, as an event loop sees it. All methods are called in that loop's thread.
 
-
-class EngineHost:
-    """Steps an engine in a thread while it has requests.
-
-    All calls of the engine are made in that thread. An event loop that is slow, or a client, keeps nobody else waiting:
-    outputs wait in the request's queue, which holds no more than its tokens.
+    An event loop that is slow, or a client, keeps nobody else waiting: what has come waits in the request's listener,
+    which holds no more than its tokens.
 
     Args:
-        engine: on the first rank.
-        max_waiting: completions that may wait beside those that run (`EngineLimits.max_num_reqs`).
-        make_mask: makes masks of `response_format`s.
-        num_ranks: processes in which stages of the engine run; the others `follow`.
-        on_fault: called, in the engine's thread, when a step has raised.
+        model: of which only the configuration, the tokenizer and the path are read.
+        max_model_len: the most tokens of a request.
+        max_open: the most completions that run and wait.
+
+    Attributes:
+        fault: what a step of the engine raised.
+        is_final: whether the engine's process, or one of its ranks, has ended.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        max_waiting: int,
-        make_mask: MakeMask,
-        *,
-        num_ranks: int = 1,
-        on_fault: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.engine, self.max_waiting = engine, max_waiting
-        self._make_mask, self._num_ranks, self._on_fault = make_mask, num_ranks, on_fault
-        self._inbox: queue.SimpleQueue[Add | Abort | Stop | Callable[[], None]] = queue.SimpleQueue()
-        self._listeners: dict[str, _Listener] = {}
+    def __init__(self, model: Model, max_model_len: int, max_open: int) -> None:
+        self.model, self.max_model_len, self.max_open = model, max_model_len, max_open
+        self.fault: str | None = None
+        self.is_final = False
+        self._special_ids = special_ids(model.tokenizer)
+        self._listeners: dict[str, tuple[int, _Listener]] = {}
+        self._asked: dict[int, asyncio.Future[Stats]] = {}
         self._names = itertools.count()
         self._num_open = 0
         self._closing = False
-        self.fault: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="weft engine", daemon=True)
-        self._thread.start()
 
-    @property
-    def max_open(self) -> int:
-        """The most completions that run and wait."""
-        return self.engine.limits.budget.max_num_reqs + self.max_waiting
+    @abstractmethod
+    async def open(self) -> None:
+        """Begin, in the event loop in which all else is called."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Take no more requests, and end the engine's loop."""
+
+    @abstractmethod
+    def send(self, command: Command) -> None:
+        """Send a command to the engine."""
 
     def check_open(self) -> None:
         """Raise ClosedError unless the engine takes requests."""
         if self.fault is not None:
-            seen = f"a step that raised {type(self.fault).__name__}: {self.fault}"
-            raise ClosedError("a request", seen, "start the server anew; its log has the error")
+            instead = "start the server anew; its log has the error"
+            raise ClosedError("a request", f"a step that raised {self.fault}", instead)
         if self._closing:
             raise ClosedError("a request", "a server that is being stopped", "another server, or this one later")
 
     async def stats(self) -> Stats:
         """The engine's counts, taken between two steps."""
         self.check_open()
-        found: Future[Stats] = Future()
-        self._inbox.put(lambda: found.set_result(self.engine.stats()))
-        self.check_open()  # the thread may have ended before it could see this
-        return await asyncio.wrap_future(found)
+        number = next(self._names)
+        found: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._asked[number] = found
+        try:
+            self.send(Ask(number))
+            return await found
+        finally:
+            del self._asked[number]
 
-    async def stream(self, request: Add) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a request, until all of its completions have ended. A consumer that stops aborts it.
-
-        Called in one event loop.
+    async def stream(self, requests: Sequence[Add]) -> AsyncGenerator[list[Output], None]:
+        """The outputs of requests, several at a time, until all of their completions have ended. A consumer that stops
+        aborts them.
 
         Raises:
             BusyError: too many requests wait.
@@ -194,98 +114,114 @@ class EngineHost:
             RequestError: what `Engine.add` refuses.
         """
         self.check_open()
-        count = request.sampling.n
+        count = sum(request.sampling.n for request in requests)
         if self._num_open + count > self.max_open:
             seen = f"{self._num_open} completions under way, {count} more, and room for {self.max_open}"
-            raise BusyError("a request", seen, "the same request later" if count <= self.max_open else "a smaller n")
-        request = attrs.evolve(request, name=f"request {next(self._names)}")
-        listener = _Listener(asyncio.get_running_loop())
+            raise BusyError("a request", seen, "the same request later" if count <= self.max_open else "fewer at once")
+        listener, tokenizer = _Listener(), self.model.tokenizer
+        named = [attrs.evolve(request, name=f"request {next(self._names)}") for request in requests]
+        found = {
+            (place, index): Progress(request, place, index, tokenizer, self._special_ids)
+            for place, request in enumerate(named)
+            for index in range(request.sampling.n)
+        }
+        left = {request.name: request.sampling.n for request in named}
         self._num_open += count
         try:
-            self._listeners[request.name] = listener
-            self.check_open()  # the thread may have told its listeners before this one was among them
-            self._inbox.put(request)
-            left = count
+            for place, request in enumerate(named):
+                self._listeners[request.name] = place, listener
+                self.send(request)
             while left:
-                found = await listener.outputs.get()
-                if isinstance(found, BaseException):
-                    raise found
-                left -= found.finish_reason is not None
-                yield found
+                outputs = _outputs(await listener.take(), found)
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        name = named[output.place].name
+                        left[name] -= 1
+                        if not left[name]:
+                            del left[name], self._listeners[name]
+                yield outputs
         finally:
             self._num_open -= count
-            if self._listeners.pop(request.name, None) is not None:
-                self._inbox.put(Abort(request.name))
+            for name in left:
+                if self._listeners.pop(name, None) is not None:
+                    self.send(Abort(name))
 
-    def _run(self) -> None:
-        try:
-            while self._turn():
-                pass
-        except BaseException as error:
-            self.fault = error
-            self._on_fault()
-        fault = EngineError("engine.step()", "a server that was stopped", "the same request later")
-        if self.fault is not None:
-            seen = f"{type(self.fault).__name__}: {self.fault}"
-            fault = EngineError("engine.step()", seen, "start the server anew; its log has the error")
+    def receive(self, message: Message) -> None:
+        """Hand a message of the engine's loop to those who wait for it."""
+        if isinstance(message, Told):
+            if (asked := self._asked.get(message.number)) is not None and not asked.done():
+                asked.set_result(message.stats)
+        elif isinstance(message, Ended):
+            self._end(message)
+        else:
+            listeners = self._listeners
+            for delta in message:
+                if (own := listeners.get(delta[0])) is not None:
+                    place, listener = own
+                    listener.deltas.append((place, delta))
+                    listener.arrived.set()
+
+    def _end(self, ended: Ended) -> None:
+        self.fault, self.is_final, self._closing = ended.fault, ended.is_final, True
+        for _, listener in self._listeners.values():
+            listener.error = ended.error()
+            listener.arrived.set()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(ended.error())
+
+    def stop(self) -> None:
+        """Take no more requests, and tell the engine's loop to end."""
         self._closing = True
-        for listener in list(self._listeners.values()):
-            listener.put([fault])
-        with contextlib.suppress(queue.Empty):  # questions that came too late for a turn
-            while True:
-                if callable(own := self._inbox.get_nowait()):
-                    own()
+        self.send(Stop())
 
-    def _turn(self) -> bool:
-        """Take what has come, and step; False: the end."""
-        commands = self._take()
-        if self._num_ranks > 1:
-            self.engine.transport.share(commands)
-        for command in commands:
-            try:
-                command.apply(self.engine, self._make_mask)
-            except RequestError as error:
-                if (listener := self._listeners.get(command.name if isinstance(command, Add) else "")) is not None:
-                    listener.put([error])
-        if any(isinstance(command, Stop) for command in commands):
-            return False
-        if not self.engine.is_idle:
-            self._publish(self.engine.step())
-        return True
 
-    def _take(self) -> list[Add | Abort | Stop]:
-        """What has come. Without work, wait for it, but no longer than other ranks wait."""
-        found, wait = list[Add | Abort | Stop](), self.engine.is_idle
-        longest = None if self._num_ranks == 1 else getattr(self.engine.transport, "timeout", 30.0) / 4
-        while True:
-            try:
-                own = self._inbox.get(block=wait, timeout=longest)
-            except queue.Empty:
-                return found
-            if callable(own):
-                own()
-            else:
-                found.append(own)
-                wait = False
+def _outputs(found: Sequence[tuple[int, Delta]], of: dict[tuple[int, int], Progress]) -> list[Output]:
+    """One output for each completion that something came for."""
+    if len(found) == 1:
+        [(place, delta)] = found
+        return [of[place, delta[1]].add([delta])]
+    grouped: dict[tuple[int, int], list[Delta]] = {}
+    for place, delta in found:
+        grouped.setdefault((place, delta[1]), []).append(delta)
+    return [of[key].add(deltas) for key, deltas in grouped.items()]
 
-    def _publish(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hand a step's outputs to their requests."""
-        of: dict[str, list[RequestOutput]] = {}
-        for output in outputs:
-            of.setdefault(output.id, []).append(output)
-        for name, own in of.items():
-            if (listener := self._listeners.get(name)) is not None:
-                listener.put(own)
 
-    def close(self) -> None:
+class EngineHost(Host):
+    """An engine in a thread of this process.
+
+    Args:
+        engine: on the first rank.
+        max_waiting: completions that may wait beside those that run (`EngineLimits.max_num_reqs`).
+        make_mask: makes masks of `response_format`s.
+        num_ranks: processes in which stages of the engine run; the others `follow`.
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int, make_mask: MakeMask, *, num_ranks: int = 1) -> None:
+        super().__init__(engine.model, max_model_len(engine), engine.limits.budget.max_num_reqs + max_waiting)
+        self.engine = engine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine_loop = EngineLoop(engine, make_mask, self._deliver, num_ranks=num_ranks)
+        self._thread = threading.Thread(target=self._engine_loop.run, name="weft engine", daemon=True)
+        self._thread.start()
+
+    async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
         """Take no more requests, and end the thread."""
-        self._closing = True
-        self._inbox.put(Stop())
-        self._thread.join()
+        self.stop()
+        await asyncio.to_thread(self._thread.join)
+
+    def send(self, command: Command) -> None:
+        self._engine_loop.inbox.put(command)
+
+    def _deliver(self, message: Message) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.receive, message)
 
 
-def _tensor(name: str, given: Any) -> torch.Tensor:
-    try:
-        return torch.tensor(given, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise RequestError(f"weft.extras[{name!r}]", f"{error!s:.200}", "numbers, or lists of lists of them") from error
+def max_model_len(engine: Engine) -> int:
+    """The most tokens of a request."""
+    limits = engine.limits
+    return min(engine.model.config.max_position_embeddings, limits.budget.max_pages * limits.page_size)

@@ -119,6 +119,7 @@ class Sampled(_Body):
             allowed_token_ids=self.allowed_token_ids,
             bad_words=self.bad_words or (),
             ignore_eos=self.ignore_eos,
+            detokenize=bool(self.stop),  # other texts are made where the client is answered
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -170,6 +171,7 @@ class TokenizeRequest(_Body):
     prompt: Text | None = None
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = True
 
 
 class DetokenizeRequest(_Body):

@@ -36,12 +36,15 @@ def event(body: Any) -> bytes:
     return b"data: " + as_json(body) + b"\n\n"
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def as_json(body: Any) -> bytes:
     """JSON in ASCII, which has no infinity: such a logprob is ±9999, as vLLM writes it; NaN is null."""
     try:
-        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        return _ENCODER.encode(body).encode()
     except ValueError:
-        return json.dumps(_finite(body), allow_nan=False, separators=(",", ":")).encode()
+        return _ENCODER.encode(_finite(body)).encode()
 
 
 def _finite(value: Any) -> Any:

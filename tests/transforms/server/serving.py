@@ -12,7 +12,7 @@ import uvicorn
 
 from weft.stages.chat import ChatTemplate
 from weft.stages.model import Model
-from weft.transforms.cli.serve import mask_maker
+from weft.transforms.cli.http_process import mask_maker
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.server.app import Server

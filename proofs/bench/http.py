@@ -1,0 +1,199 @@
+"""`weft serve` under load, next to the same work without HTTP: throughput, and latency against load.
+
+    python -m weft.proofs.bench.http --presets qwen3-0.6b qwen3-30b-a3b-fp8 --rates 4 16 inf --out FOLDER
+    python -m weft.proofs.bench.http --models demo --device cpu --graph none --num-prompts 64 --output-len 64
+    python -m weft.proofs.bench.http --url http://127.0.0.1:8000/v1 --vocab-size 32000
+
+For each model a process first serves the requests by an `Engine` alone, as `weft bench` does, and ends. Then
+`weft serve` answers them on this machine, and this process is the client: streams of `/v1/completions` with random tokens
+as prompts, each on a connection of its own. At a finite rate requests arrive as a Poisson process; at `inf` all at once, as in the
+engine alone, which is what the ratio compares (medians of the repeats). Neither has logprobs. Each answer is checked to
+have the tokens that were asked for; otherwise the command exits with 1. Presets have random weights and no tokenizer, so
+that no text is made of their tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.display.plots import GREY, new_axes
+from weft.proofs.bench.http_client import Load, drive
+from weft.proofs.bench.server_process import serving
+from weft.proofs.environment import environment
+from weft.stages.model import DEMO
+from weft.stages.random_weights import PRESETS
+from weft.transforms.cli.bench import start_engine, workload_of
+from weft.transforms.cli.options import Bench
+from weft.transforms.cli.ranks import Here, read_config
+from weft.transforms.engine.evaluation.serving import measure
+from weft.transforms.pipelines.transports.local import Local
+
+_WARM_UP_TOKENS = 8
+_FINITE_SECONDS = 15
+"""The most seconds over which requests of a finite rate arrive."""
+
+
+def options_of(given: argparse.Namespace, name: str) -> Bench:
+    """The options of `weft bench` for a model."""
+    folder = str(DEMO) if name == "demo" else name
+    source: dict[str, Any] = {"preset": name} if name in PRESETS else {"model": folder}
+    return Bench(
+        **source,
+        input_len=given.input_len,
+        output_len=given.output_len,
+        num_prompts=given.num_prompts,
+        max_num_seqs=given.concurrency,
+        graph=given.graph,
+        device=given.device,
+        seed=given.seed,
+    )
+
+
+def offline(options: Bench, repeats: int) -> list[dict[str, Any]]:
+    """The figures of an engine alone."""
+    engine, started = start_engine(Here(Local(), 1, options.device), options)
+    return [*measure(engine, workload_of(options), started, repeats=repeats)]
+
+
+def online(given: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """The figures at each rate, after a few tokens of as many requests as run at once."""
+    draw, vocabulary = random.Random(given.seed), range(vocab_size)
+
+    def prompts(count: int) -> list[list[int]]:
+        return [draw.choices(vocabulary, k=given.input_len) for _ in range(count)]
+
+    shared: dict[str, Any] = {"url": url, "concurrency": given.concurrency, "seed": given.seed}
+    asyncio.run(drive(Load(prompts=prompts(given.concurrency), output_len=_WARM_UP_TOKENS, **shared)))
+    for rate in given.rates:
+        count = given.num_prompts if math.isinf(rate) else min(given.num_prompts, math.ceil(_FINITE_SECONDS * rate))
+        for _ in range(given.repeats if math.isinf(rate) else 1):
+            load = Load(prompts=prompts(count), output_len=given.output_len, rate=rate, **shared)
+            yield asyncio.run(drive(load))
+
+
+def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The record of a model: its rows, those without HTTP, and the ratio of both at the rate `inf`."""
+    options = options_of(given, name)
+    vocab_size = read_config(options).vocab_size
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # its memory is free before the server counts on it
+        alone = pool.apply(offline, (options, given.repeats))
+    for row in alone:
+        print(f"{name:<18} {'alone':>6}: {show(row)}", flush=True)
+    flags = ["--preset", name] if options.preset else [name]
+    flags += ["--max-num-seqs", str(given.concurrency), "--max-model-len", str(sum(options.lengths))]
+    flags += ["--graph", given.graph, "--max-logprobs", "0", "--seed", str(given.seed)]
+    flags += ["--device", given.device] if given.device else []
+    rows = list[dict[str, Any]]()
+    with serving(*flags) as url:
+        for row in online(given, url, vocab_size):
+            rows.append(row)
+            print(f"{name:<18} {row['rate']:>6}: {show(row)}", flush=True)
+    speeds = [row["output_tokens_per_s"] for row in rows if row["rate"] == "inf"]
+    own = statistics.median(row["output_tokens_per_s"] for row in alone)
+    ratio = statistics.median(speeds) / own if speeds else None
+    return {"model": name, "flags": flags, "alone": alone, "rows": rows, "ratio": ratio}
+
+
+def show(row: dict[str, Any]) -> str:
+    """The printed line of a row."""
+    times = "  ".join(
+        f"{name.upper()} {row[name]['p50']:.2f} (p99 {row[name]['p99']:.2f})"
+        for name in ("ttft", "tpot", "itl")
+        if row[name] is not None
+    )
+    more = "" if "failed" not in row else f"; {row['completed']} of {row['requests']} completed"
+    more += f", {row['tokens_per_event']:.2f} tokens an event" if more else ""
+    return f"{row['output_tokens_per_s']:>9,.0f} tokens/s  ms: {times}{more}"
+
+
+def draw_latency(records: Sequence[dict[str, Any]], title: str) -> Any:
+    """Three panels: the median and the 99th percentile of each latency against the rate; dotted: without HTTP."""
+    figure, axes = new_axes("bench.http --out", 11, 3.8, ncols=3)
+    figure.suptitle(title, color=GREY)
+    names = {"ttft": "to the first token", "tpot": "a later token (TPOT)", "itl": "between two events (ITL)"}
+    for ax, (key, label) in zip(axes, names.items(), strict=True):
+        for index, record in enumerate(records):
+            rows = [row for row in {row["rate"]: row for row in record["rows"]}.values() if row[key] is not None]
+            rates, colour = [f"{row['rate']:g}" if row["rate"] != "inf" else "inf" for row in rows], f"C{index}"
+            for part, style in (("p50", "o-"), ("p99", "^--")):
+                values = [row[key][part] for row in rows]
+                ax.plot(rates, values, style, color=colour, label=f"{record['model']}, {part}")
+            if record["alone"]:
+                ax.axhline(
+                    record["alone"][-1][key]["p50"], color=colour, ls=":", label=f"{record['model']}, alone, p50"
+                )
+        ax.set(xlabel="requests a second", ylabel="ms", yscale="log")
+        ax.set_title(label, fontsize=10)
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
+        ax.grid(alpha=0.3, which="both")
+    lines = axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=3, frameon=False, labelcolor=GREY)
+    return figure
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not rate > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number > 0, or inf")
+    return rate
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all models, print the rows, and write `http.json` and `http.svg`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.bench.http",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--presets", "--preset", nargs="+", choices=PRESETS, default=[], help="of `weft serve`")
+    parser.add_argument("--models", nargs="+", default=[], metavar="DIR", help="checkpoint folders; demo: weft's own")
+    parser.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8000/v1, instead of a model")
+    parser.add_argument("--vocab-size", type=int, default=256, help="of that server's model (256)")
+    parser.add_argument("--rates", nargs="+", type=_rate, default=[4.0, 16.0, math.inf], help="a second (4 16 inf)")
+    parser.add_argument("--num-prompts", type=int, default=128, metavar="N", help="at a rate of inf (128)")
+    parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="the most under way (128)")
+    parser.add_argument("--input-len", type=int, default=2, metavar="N", help="tokens of each prompt (2)")
+    parser.add_argument("--output-len", type=int, default=512, metavar="N", help="tokens of each completion (512)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="at a rate of inf, and alone (3)")
+    parser.add_argument("--graph", default="full_and_piecewise", help="graph mode (full_and_piecewise)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is a GPU)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a folder for the record and the picture")
+    given = parser.parse_args(argv)
+    if bool(given.url) == bool(given.presets or given.models):
+        parser.error("name --presets or --models, or a --url")
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
+    if given.url:
+        rows = [*online(given, given.url, given.vocab_size)]
+        print(*map(show, rows), sep="\n")
+        records = [{"model": given.url, "flags": [], "alone": [], "rows": rows, "ratio": None}]
+    else:
+        records = [run(given, name) for name in (*given.presets, *given.models)]
+    for record in records:
+        if record["ratio"] is not None:
+            print(f"{record['model']}: {record['ratio']:.1%} of the tokens a second without HTTP")
+    if given.out is not None:
+        where = environment("cuda" if torch.cuda.is_available() and given.device != "cpu" else "cpu")
+        lengths = {"input_len": given.input_len, "output_len": given.output_len, "concurrency": given.concurrency}
+        text = json.dumps({**lengths, "models": records, "environment": where}, indent=1)
+        (given.out / "http.json").write_text(text + "\n")
+        machine = "a CPU" if where["gpu"] == "none" else where["gpu"]
+        title = f"weft serve, {machine}: {given.input_len} tokens in, {given.output_len} out; milliseconds"
+        draw_latency(records, title).savefig(given.out / "http.svg", bbox_inches="tight")
+    sys.exit(any(row["failed"] or row["wrong_lengths"] for record in records for row in record["rows"]))
+
+
+if __name__ == "__main__":
+    main()

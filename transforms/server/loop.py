@@ -1,0 +1,142 @@
+"""`EngineLoop`: takes commands, steps an engine, and says what each step made, in messages that may travel."""
+
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from weft.errors import EngineError, RankError, RequestError
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.stats import Stats
+from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, Stop
+
+Delta = tuple[str, int, list[int], str | None, str | None, dict[str, Any]]
+"""What is new of a completion: its request's name, its index, tokens, text, reason of its end, and more by name. A step
+makes one for each row, so they are tuples: pickled in a fifth of the time of objects."""
+
+PER_TOKEN = ("logprobs", "top_logprobs")
+"""Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for logprobs."""
+PER_PROMPT = ("prompt_logprobs", "prompt_top_logprobs", "prompt_ranks")
+"""Its lists about the prompt, which travel with the first token."""
+
+
+@attrs.frozen
+class Told:
+    """The answer to `Ask`."""
+
+    number: int
+    stats: Stats
+
+
+@attrs.frozen
+class Ended:
+    """The end of the loop.
+
+    Args:
+        fault: what a step raised; None: it was told to end.
+        is_final: whether the process cannot go on: a rank has ended.
+    """
+
+    fault: str | None
+    is_final: bool = False
+
+    def error(self) -> EngineError:
+        """The error of requests that were under way."""
+        if self.fault is None:
+            return EngineError("engine.step()", "a server that was stopped", "the same request later")
+        return EngineError("engine.step()", self.fault, "start the server anew; its log has the error")
+
+
+Message = list[Delta] | Told | Ended
+
+
+class EngineLoop:
+    """Runs an engine for a server. All calls of the engine are made in the thread that calls `run`.
+
+    Args:
+        engine: on the first rank.
+        make_mask: makes masks of `response_format`s.
+        deliver: takes what was made, in the thread of `run`. It must not wait.
+        num_ranks: processes in which stages of the engine run; the others `follow`.
+
+    Attributes:
+        inbox: where commands come in, from any thread.
+        fault: what a step raised.
+    """
+
+    def __init__(
+        self, engine: Engine, make_mask: MakeMask, deliver: Callable[[Message], None], *, num_ranks: int = 1
+    ) -> None:
+        self.engine, self.inbox = engine, queue.SimpleQueue[Command]()
+        self.fault: BaseException | None = None
+        self._make_mask, self._deliver, self._num_ranks = make_mask, deliver, num_ranks
+        self._captured = set[str]()
+
+    def run(self) -> None:
+        """Go on until `Stop`, or until a step raises."""
+        ended = Ended(None)
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            self.fault = error
+            ended = Ended(f"{type(error).__name__}: {error}", isinstance(error, RankError))
+        self._deliver(ended)
+
+    def _turn(self) -> bool:
+        """Take what has come, and step; False: the end."""
+        commands = self._take()
+        if self._num_ranks > 1:
+            self.engine.transport.share([own for own in commands if not isinstance(own, Ask)])
+        for command in commands:
+            self._apply(command)
+        if any(isinstance(command, Stop) for command in commands):
+            return False
+        if not self.engine.is_idle and (outputs := self.engine.step()):
+            self._deliver([self._delta(output) for output in outputs])
+        return True
+
+    def _apply(self, command: Command) -> None:
+        try:
+            command.apply(self.engine, self._make_mask)
+        except RequestError as error:
+            if isinstance(command, Add):
+                self._deliver([(command.name, 0, [], None, "error", {"error": error})])
+            return
+        if isinstance(command, Ask):
+            self._deliver(Told(command.number, self.engine.stats()))
+        elif isinstance(command, Add) and command.captured:
+            self._captured.add(command.name)
+        elif isinstance(command, Abort):
+            self._captured.discard(command.name)
+
+    def _take(self) -> Sequence[Command]:
+        """What has come. Without work, wait for it, but no longer than other ranks wait."""
+        found, wait = list[Command](), self.engine.is_idle
+        longest = None if self._num_ranks == 1 else getattr(self.engine.transport, "timeout", 30.0) / 4
+        while True:
+            try:
+                found.append(self.inbox.get(block=wait, timeout=longest))
+            except queue.Empty:
+                return found
+            wait = False
+
+    def _delta(self, output: RequestOutput) -> Delta:
+        state, tokens, reason = output.track, output.token_ids, output.finish_reason
+        sampling, more = state.request.sampling, dict[str, Any]()
+        start = len(state.token_ids) - len(tokens)
+        if sampling.logprobs is not None:
+            more |= {name: getattr(state, name)[start:] for name in PER_TOKEN}
+        if sampling.prompt_logprobs is not None and tokens and not start:
+            more |= {name: [*getattr(state, name)] for name in PER_PROMPT}
+        if output.error is not None:
+            more["error"] = output.error
+        if reason == "stop" and state.stop_reason is not None:
+            more["stop_reason"] = state.stop_reason
+        if reason is not None and output.id in self._captured:
+            more["captured"] = {name: values.cpu() for name, values in state.captured.items()}
+            if not self.engine.is_under_way(output.id):
+                self._captured.discard(output.id)
+        return output.id, output.index, tokens, output.text, reason, more

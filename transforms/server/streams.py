@@ -1,0 +1,104 @@
+"""`Progress`: a completion in the process that answers the client, from what the engine's loop says of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from weft.transforms.engine.completion import CompletionState
+from weft.transforms.engine.masks import blame
+from weft.transforms.engine.requests import Request
+from weft.transforms.server.commands import Add
+from weft.transforms.server.loop import PER_PROMPT, PER_TOKEN, Delta
+
+
+@attrs.frozen(eq=False)
+class Output:
+    """What is new of a completion.
+
+    Args:
+        place: of its prompt in the client's request.
+        index: among the completions of its prompt.
+        token_ids: the new tokens.
+        text: the new text; None where there is no tokenizer.
+        finish_reason: None: it goes on.
+        progress: the whole completion so far.
+    """
+
+    place: int
+    index: int
+    token_ids: Sequence[int]
+    text: str | None
+    finish_reason: str | None
+    progress: "Progress"
+
+
+class Progress:
+    """A completion as it grows. It has the text of its tokens, which the engine has made only if it looks for stop
+    texts.
+
+    Args:
+        request: as the engine was sent it.
+        place, index: of its outputs.
+        tokenizer, special_ids: as `CompletionState` takes them.
+
+    Attributes:
+        state: the tokens, logprobs and text.
+        captured: what the stages captured, once it has ended.
+    """
+
+    def __init__(
+        self, request: Add, place: int, index: int, tokenizer: Tokenizer | None, special_ids: frozenset[int]
+    ) -> None:
+        own, tokenizer = request.sampling, None if request.sampling.detokenize else tokenizer
+        own = own if tokenizer is None else attrs.evolve(own, detokenize=True)
+        # The prompt is read nowhere here.
+        self.state = CompletionState(Request(request.name, (0,), request.max_tokens, own), tokenizer, special_ids)
+        self.captured: dict[str, Tensor] = {}
+        self._place, self._index, self._num_shown = place, index, 0
+
+    def add(self, deltas: Sequence[Delta]) -> Output:
+        """Add what the loop said, one or several times.
+
+        Raises:
+            WeftError: that of the completion; or its tokens cannot be decoded.
+        """
+        state, new, reason, texts = self.state, list[int](), deltas[-1][4], list[str]()
+        for _, _, tokens, text, _, more in deltas:
+            new += tokens
+            if text is not None:
+                texts.append(text)
+            if more:
+                self._add_more(more)
+        if state.tokenizer is None:
+            state.token_ids += new
+            text = "".join(texts) if texts else None
+        else:
+            text = self._decode(new, reason)
+        state.stop_reason = deltas[-1][5].get("stop_reason")
+        return Output(self._place, self._index, new, text, reason, self)
+
+    def _add_more(self, more: dict[str, Any]) -> None:
+        if "error" in more:
+            raise more["error"]
+        for name in (*PER_TOKEN, *PER_PROMPT):
+            if name in more:
+                getattr(self.state, name).extend(more[name])
+        self.captured = more.get("captured", self.captured)
+
+    def _decode(self, new: Sequence[int], reason: str | None) -> str:
+        state = self.state
+        try:
+            for place, token in enumerate(new, 1):
+                state.token_ids.append(token)
+                state.append_text(token, is_stop=reason == "stop" and place == len(new))
+            if reason is not None:
+                state.end(reason)
+        except BaseException as error:
+            call = f"the text of {state.request.id}, of {len(state.token_ids)} tokens"
+            found = blame(error, call, "a tokenizer that decodes every token of the model, or a model without one")
+            raise found from error
+        start, self._num_shown = self._num_shown, len(state.text)
+        return state.text[start:]
