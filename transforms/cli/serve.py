@@ -1,12 +1,11 @@
 """`weft serve`: a checkpoint over HTTP, by OpenAI's API."""
 
-import contextlib
 import functools
 import importlib
+import math
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +53,20 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         speculation=open_drafts(options, here),
     )
     engine.warm_up()
-    make_mask = mask_maker(model)
+    num_ranks = 1 if here.stage is None else here.num_stages
+    make_mask = mask_maker(model, num_ranks, here.first)
     if here.first:
-        return _listen(options, name, engine, make_mask, num_ranks=1 if here.stage is None else here.num_stages)
+        return _listen(options, name, engine, make_mask, num_ranks)
     from weft.transforms.server.host import follow
 
     follow(engine, make_mask)
     return 0
 
 
-def mask_maker(model: Model) -> Callable[[Mapping[str, Any]], Mask]:
-    """Makes masks of `response_format`s; XGrammar reads the vocabulary at the first one."""
+def mask_maker(model: Model, num_ranks: int = 1, is_first: bool = True) -> Callable[[Mapping[str, Any]], Mask]:
+    """Makes masks of `response_format`s; XGrammar reads the vocabulary at the first one. The first rank compiles within
+    limits. Masks of several ranks have no limit of time, by which these could decide differently."""
+    from weft.transforms.server.compiling import GrammarLimits
     from weft.transforms.server.grammars import Grammars
     from weft.transforms.server.vocabulary import Vocabulary
 
@@ -72,37 +74,19 @@ def mask_maker(model: Model) -> Callable[[Mapping[str, Any]], Mask]:
     def grammars() -> Grammars:
         if model.tokenizer is None:
             raise RequestError("response_format", "a checkpoint without a tokenizer", "one with tokenizer.json")
-        return Grammars(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
+        limits = GrammarLimits() if num_ranks == 1 else GrammarLimits(token_seconds=math.inf)
+        vocabulary = Vocabulary(model.tokenizer, model.config.vocab_size)
+        return Grammars(vocabulary, model.config.eos_token_ids, limits if is_first else None)
 
     return lambda form: grammars().mask(form)
 
 
 def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks: int) -> int:
-    import uvicorn
-
-    class Listener(uvicorn.Server):
-        """A server that says where it listens once it does, and to which a signal is no failure."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            signals = signal.SIGINT, signal.SIGTERM
-            before = {each: signal.signal(each, self.handle_exit) for each in signals}
-            try:
-                yield
-            finally:
-                for each, handler in before.items():
-                    signal.signal(each, handler)
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            for own in self.servers:
-                for socket in own.sockets:
-                    address, port = socket.getsockname()[:2]
-                    print(f"{name} is served at http://{address}:{port}/v1", flush=True)
-
     from weft.transforms.server.app import Server
     from weft.transforms.server.bodies import ServerLimits
+    from weft.transforms.server.browsers import is_loopback
     from weft.transforms.server.host import EngineHost
+    from weft.transforms.server.listening import listen
 
     def stop() -> None:
         if isinstance(host.fault, RankError):  # a rank that ended does not come back
@@ -117,11 +101,9 @@ def _listen(options: Serve, name: str, engine: Engine, make_mask: Any, num_ranks
         api_key=options.api_key or os.environ.get("WEFT_API_KEY"),
         limits=ServerLimits(max_body=options.max_body, max_n=options.max_n, timeout=options.request_timeout),
         make_mask=make_mask,
+        is_local=is_loopback(options.host),
     )
-    config = uvicorn.Config(
-        server.app(), options.host, options.port, log_level="warning", access_log=False, server_header=False
-    )
-    listener = Listener(config)
+    listener = listen(server.app(), host, name, options.host, options.port)
     listener.run()
     if host.fault is not None:
         print(f"error: a step of the engine raised {type(host.fault).__name__}: {host.fault}", file=sys.stderr)

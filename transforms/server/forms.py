@@ -19,11 +19,13 @@ class Asked:
         body: as it was sent.
         requests: for the engine, one for each prompt.
         writer: of the answer.
+        mask: of the `response_format`, which is kept compiled while this lives.
     """
 
     body: Sampled
     requests: Sequence[Add]
     writer: Writer
+    mask: Any = None
 
     @property
     def prompts(self) -> list[Sequence[int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from weft.transforms.engine.inputs import Mask
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.stats import Stats
 
+_LOG = logging.getLogger("weft.server")
 MakeMask = Callable[[Mapping[str, Any]], Mask | None]
 """Makes the mask of a request from a `response_format`."""
 
@@ -160,6 +162,26 @@ class EngineHost:
         self._thread.start()
 
     @property
+    def num_open(self) -> int:
+        """Completions that run and wait."""
+        return self._num_open
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server is being stopped."""
+        return self._closing
+
+    def refuse_requests(self) -> None:
+        """Take no more requests; those under way go on."""
+        self._closing = True
+
+    def check_room(self, count: int) -> None:
+        """Raise BusyError if so many more completions would be too many."""
+        if self._num_open + count > self.max_open:
+            seen = f"{self._num_open} completions under way, {count} more, and room for {self.max_open}"
+            raise BusyError("a request", seen, "the same request later")
+
+    @property
     def max_open(self) -> int:
         """The most completions that run and wait."""
         return self.engine.limits.budget.max_num_reqs + self.max_waiting
@@ -192,9 +214,7 @@ class EngineHost:
         """
         self.check_open()
         count = request.sampling.n
-        if self._num_open + count > self.max_open:
-            seen = f"{self._num_open} completions under way, {count} more, and room for {self.max_open}"
-            raise BusyError("a request", seen, "the same request later" if count <= self.max_open else "a smaller n")
+        self.check_room(count)
         request = attrs.evolve(request, name=f"request {next(self._names)}")
         listener = _Listener(asyncio.get_running_loop())
         self._num_open += count
@@ -220,6 +240,7 @@ class EngineHost:
                 pass
         except BaseException as error:
             self.fault = error
+            _LOG.error("a step of the engine raised; the server takes no more requests", exc_info=error)
             self._on_fault()
         fault = EngineError("engine.step()", "a server that was stopped", "the same request later")
         if self.fault is not None:
@@ -284,5 +305,5 @@ class EngineHost:
 def _tensor(name: str, given: Any) -> torch.Tensor:
     try:
         return torch.tensor(given, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError) as error:
         raise RequestError(f"weft.extras[{name!r}]", f"{error!s:.200}", "numbers, or lists of lists of them") from error
