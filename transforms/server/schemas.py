@@ -212,8 +212,10 @@ class _Rewriter:
     def _of_type(self, kind: str, known: Mapping[str, Any], place: str) -> dict[str, Any]:
         words = _GROUPS.get("number" if kind == "integer" else kind, set())
         own = {name: value for name, value in known.items() if name in words}
-        made = {"object": self._object, "array": self._array, "string": self._string}.get(kind, self._number)
-        return {"type": kind, **(made(own, place) if own or kind in ("object", "array") else {})}
+        if kind in ("integer", "number"):
+            return {"type": kind, **self._number(own, place, kind)}
+        made = {"object": self._object, "array": self._array, "string": self._string}.get(kind)
+        return {"type": kind, **(made(own, place) if made is not None and (own or kind != "string") else {})}
 
     def _object(self, own: dict[str, Any], place: str) -> dict[str, Any]:
         properties = self._schemas(own.get("properties", {}), f"{place}/properties")
@@ -297,14 +299,18 @@ class _Rewriter:
                 self._refuse(place, f"{name!r} {value!r:.60}", "a whole number from 0 to 1000000")
         return found
 
-    def _number(self, own: dict[str, Any], place: str) -> dict[str, Any]:
+    def _number(self, own: dict[str, Any], place: str, kind: str) -> dict[str, Any]:
         for name, value in own.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
                 self._refuse(place, f"{name!r} {value!r:.60}", f"a number of at most {_LARGEST}")
             if round(value, 6) != value:
                 self._refuse(place, f"{name!r} {value!r:.60}, which would be rounded", "a number of at most 6 decimals")
-        if "multipleOf" in own:
-            self._refuse(place, "the keyword 'multipleOf', which would be ignored beside others", "a schema without it")
+        factor, bounds = own.get("multipleOf", 1), own.keys() - {"multipleOf"}
+        if kind == "number" and "multipleOf" in own:
+            self._refuse(place, "the keyword 'multipleOf' of 'number', which would be ignored", '"type": "integer"')
+        if not isinstance(factor, int) or factor < 1 or (factor > 1 and bounds not in (set(), {"minimum", "maximum"})):
+            seen = f"'multipleOf' {factor!r:.60} beside {sorted(bounds)}"
+            self._refuse(place, seen, "a whole number >= 1, alone or beside both 'minimum' and 'maximum'")
         return own
 
 
