@@ -33,7 +33,7 @@ from weft.proofs.http_sockets import MAX_BODY, MAX_N, Attack
 
 _FLAGS = (
     *("--max-num-seqs", "8", "--max-waiting", "48", "--max-body", str(MAX_BODY), "--max-n", str(MAX_N)),
-    *("--request-timeout", "30"),
+    *("--request-timeout", "30", "--dtype", "float32"),
 )
 _KNOWN = {"prompt": "The function returns", "temperature": 0, "max_tokens": 32, "logprobs": 3, "ignore_eos": True}
 _AT_ONCE = 4
@@ -43,7 +43,7 @@ _EXPECTED = {400, 401, 403, 404, 405, 408, 413, 429, 504}
 _MORE_MEMORY, _MORE_FILES, _MORE_THREADS = 48 * 2**20, 8, 24
 """What the process may hold more than after the first cases: what allocators keep, the pipes of the compiler's process,
 and the threads of pools."""
-_TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}assistant:"
+TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}assistant:"
 _SECRET = "the secret of a file that no request may read"
 
 
@@ -107,7 +107,7 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret.json"
         file.write_text(json.dumps({"title": _SECRET, "const": _SECRET}))
         template = file.with_name("template.jinja")
-        template.write_text(_TEMPLATE)
+        template.write_text(TEMPLATE)
         server = stack.enter_context(serving(*_FLAGS, "--chat-template", str(template)))
         known = _known(server)
         found.held[0] = server.held()
@@ -143,7 +143,7 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                     found.failures.append(f"after {done + count} attacks requests are under way: {server.metrics()}")
                 if done == 0:
                     _hold_idle(server, idle_connections, found)
-                found.held[done + count] = _settled(server)
+                found.held[done + count] = settled(server)
         _check_end(server, known, trap, found)
     found.seconds = time.perf_counter() - begin
     return found
@@ -155,7 +155,7 @@ def _known(server: ServerProcess) -> Any:
     return [answers[-1].status, *(answers[-1].json.get(name) for name in ("choices", "usage"))]
 
 
-def _settled(server: ServerProcess) -> dict[str, int]:
+def settled(server: ServerProcess) -> dict[str, int]:
     """What the server holds, once connections that are closed have left."""
     least = server.held()
     for _ in range(20):
@@ -195,7 +195,7 @@ def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) 
         fail("/health does not say 200")
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
-    first, last = found.held[min(_EVERY, found.cases)], _settled(server)
+    first, last = found.held[min(_EVERY, found.cases)], settled(server)
     for name, more in (("memory", _MORE_MEMORY), ("files", _MORE_FILES), ("threads", _MORE_THREADS)):
         if last and last[name] > first[name] + more:
             fail(f"{name}: {last[name]} at the end, {first[name]} after the first {min(_EVERY, found.cases)} attacks")

@@ -38,7 +38,10 @@ def run(options: Serve) -> int:
 def _serve(here: Here, options: Serve, name: str) -> int:
     model = open_model(options, here)
     limits = EngineLimits(
-        max_num_reqs=options.max_num_seqs, max_num_tokens=options.max_num_tokens, max_model_len=options.max_model_len
+        max_num_reqs=options.max_num_seqs,
+        max_num_tokens=options.max_num_tokens,
+        max_model_len=options.max_model_len,
+        num_pages=options.num_pages,
     )
     engine = Engine(
         model,

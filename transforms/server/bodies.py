@@ -53,6 +53,8 @@ async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
     _check_depth(given)
+    if b"\\u" in raw:
+        _check_characters(given)
     try:
         return checked(kind, given)
     except ValidationError as error:
@@ -81,6 +83,14 @@ def _check_depth(given: Any) -> None:
         if not level:
             return
     raise Refusal(400, f"more than {MAX_DEPTH} lists and objects within each other", code="invalid_json")
+
+
+def _check_characters(given: Any) -> None:
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        seen = f"half of a surrogate pair, {error.object[error.start]!a}, which is no character"
+        raise Refusal(400, seen, code="invalid_json") from None
 
 
 def _refuse_constant(name: str) -> Any:

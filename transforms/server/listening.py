@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ HEAD_SECONDS = 30.0
 STALL_SECONDS = 120.0
 """Seconds that an answer may wait for a client that does not read it."""
 MAX_CONNECTIONS = 16_384
+_LOG = logging.getLogger("weft.server.http")
+_LOG.setLevel(logging.ERROR)  # a warning for each request that is none would let anybody fill the log
 _SPARE_FILES = 128
 """File descriptors that connections leave to everything else."""
 
@@ -31,8 +34,13 @@ class Connection(H11Protocol):
     """Uvicorn's connection, closed if it sends no request in time or does not read its answer; errors are JSON."""
 
     max_connections = MAX_CONNECTIONS
+    logger: logging.Logger
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.logger = _LOG
 
     def connection_made(self, transport: Any) -> None:
         """Take the connection, unless there are too many."""
