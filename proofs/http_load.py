@@ -78,8 +78,9 @@ class Loaded:
         memory = ", ".join(f"{own['memory'] / 2**20:.0f}" for own in held)
         return (
             f"{self.requests.total()} answers in {self.seconds:.0f} s ({dict(self.requests)}), {self.refused} refused "
-            f"and asked again, {self.gone} clients gone, {self.malformed.total()} malformed; {self.preempted} preemptions; "
-            f"{len(self.differences)} differences\nquick requests, median and 95th percentile: {self.quick_seconds}\n"
+            f"and asked again, {self.gone} clients gone, {self.malformed.total()} malformed; {self.preempted} "
+            f"preemptions; {len(self.differences)} differences\n"
+            f"quick requests, median and 95th percentile: {self.quick_seconds}\n"
             f"MiB: {memory}" + "".join(f"\n  {own}" for own in self.differences)
         )
 

@@ -1,11 +1,15 @@
 """`weft serve`: a checkpoint over HTTP, by OpenAI's API."""
 
+import contextlib
 import functools
 import importlib
 import math
+import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,35 @@ def run(options: Serve) -> int:
     except ImportError as error:
         options.refuse("", f"{error}", "pip install 'weft[serve]'")
     read_config(options)
-    return in_ranks(_serve, options, options, name)
+    with _signals_forwarded():
+        return in_ranks(_serve, options, options, name)
+
+
+@contextlib.contextmanager
+def _signals_forwarded() -> Iterator[None]:
+    """Within, in the process that has started ranks, a first signal goes to the first rank, which lets requests end; a
+    second one ends all of them. Without ranks, signals do what they do until the server listens."""
+    told = list[int]()
+
+    def forward(sig: int, _: Any) -> None:
+        first = next((own for own in multiprocessing.active_children() if own.name == "weft rank 0"), None)
+        if first is None or first.pid is None or told:
+            if sig == signal.SIGTERM and first is None:
+                signal.signal(sig, signal.SIG_DFL)
+                os.kill(os.getpid(), sig)
+            raise KeyboardInterrupt
+        told.append(sig)
+        os.kill(first.pid, signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, forward) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _serve(here: Here, options: Serve, name: str) -> int:
