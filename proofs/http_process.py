@@ -79,7 +79,7 @@ def serving(*flags: str) -> Iterator[ServerProcess]:
     words = [sys.executable, "-m", "weft", "serve", "demo", "--device", "cpu", "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with log.open("w") as file:
+        with log.open("a") as file:
             process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, text=True)
         try:
             assert process.stdout is not None

@@ -23,7 +23,7 @@ from weft.errors import RequestError
 from weft.transforms.server.vocabulary import Vocabulary
 
 _START_SECONDS = 60.0
-_LARGEST = 64 * 2**20
+_LARGEST = 32 * 2**20
 """Bytes of a compiled grammar, as text."""
 _TRIED_TOKENS, _TRIED_SEEDS = 64, 2
 

@@ -16,7 +16,7 @@ from weft.transforms.engine.inputs import Mask
 from weft.transforms.server.compiling import Compiler, GrammarLimits, Tokens, compile_with, source_of
 from weft.transforms.server.vocabulary import Vocabulary
 
-_KEPT = 64 * 2**20
+_KEPT = 32 * 2**20
 """Bytes of the grammars that are kept although no request has them."""
 
 

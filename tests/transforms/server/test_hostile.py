@@ -1,6 +1,7 @@
 """Clients of ill will, one by one: pages in browsers, connections that stall, bodies that nest, grammars that block."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -147,7 +148,9 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         thread = threading.Thread(target=lambda: asyncio.run(found._serve()), daemon=True)
         thread.start()
         until(lambda: found.started)
-        port = found.servers[0].sockets[0].getsockname()[1]
+        bound = found.servers[0].sockets[0]
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # or the system takes answers in for slow clients
+        port = bound.getsockname()[1]
         yield Served(f"http://127.0.0.1:{port}", port, inner.host, inner.server, inner.stop)
         found.should_exit = True
         thread.join(20)
@@ -193,12 +196,14 @@ def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: 
         assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
         until(lambda: listener.host.engine.is_idle)  # its completions end although nobody reads them
         assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
-        time.sleep(2.0)
+        time.sleep(1.0)
         slow.settimeout(10)
-        with pytest.raises(ConnectionResetError):  # noqa: PT012
-            while slow.recv(65536):
-                pass
-            raise ConnectionResetError  # closed after what was under way
+        read = bytearray()
+        with contextlib.suppress(ConnectionResetError):
+            while more := slow.recv(65536):
+                read += more
+        assert read.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in read, "it was left before its end"
     assert listener.host.engine.stats().pages_held == 0
 
 
@@ -257,7 +262,7 @@ def test_authorization_of_odd_forms(model: Model) -> None:
             b"Basic c2VjcmV0",
             b"Bearer schlussel",
             b"\xff\xfe",
-            b"Bearer " * 500,
+            b"Bearer x" * 500,
         ):
             assert ask(server, headers={"authorization": value}).status_code == 401
         assert ask(server, headers={"authorization": "Bearer schlüssel".encode()}).status_code == 200
