@@ -1,24 +1,22 @@
 """The process that answers clients, beside the one that runs the engine: `HttpProcess` starts it, `main` is it."""
 
 import contextlib
-import functools
 import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 
-from weft.errors import RequestError
 from weft.stages.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
 from weft.transforms.server.bodies import ServerLimits
+from weft.transforms.server.grammars import mask_maker
 from weft.transforms.server.host import EngineHost, Host
 from weft.transforms.server.remote import RemoteHost, Unpacker, pack, run_engine
 
@@ -49,43 +47,12 @@ class Settings:
     port: int
 
 
-def mask_maker(model: Model) -> Callable[[Mapping[str, Any]], Mask]:
-    """Makes masks of `response_format`s; XGrammar reads the vocabulary at the first one."""
-    from weft.transforms.server.grammars import Grammars
-    from weft.transforms.server.vocabulary import Vocabulary
-
-    @functools.cache
-    def grammars() -> Grammars:
-        if model.tokenizer is None:
-            raise RequestError("response_format", "a checkpoint without a tokenizer", "one with tokenizer.json")
-        return Grammars(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
-
-    return lambda form: grammars().mask(form)
-
-
-def listen(host: Host, settings: Settings) -> None:
+def serve_clients(host: Host, settings: Settings) -> None:
     """Answer clients until a signal, or until the engine's process has gone."""
-    import uvicorn
-
     from weft.transforms.server.app import Server
-
-    class Listener(uvicorn.Server):
-        """A server that says where it listens once it does, and to which a signal is no failure."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            with _handled(self.handle_exit):
-                yield
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            for own in self.servers:
-                for bound in own.sockets:
-                    address, port = bound.getsockname()[:2]
-                    print(f"{settings.name} is served at http://{address}:{port}/v1", flush=True)
-
-        async def on_tick(self, counter: int) -> bool:
-            return await super().on_tick(counter) or host.is_final
+    from weft.transforms.server.browsers import is_loopback
+    from weft.transforms.server.grammars import grammar_compiler
+    from weft.transforms.server.listening import listen
 
     server = Server(
         host,
@@ -94,14 +61,13 @@ def listen(host: Host, settings: Settings) -> None:
         chat_template=settings.chat_template,
         api_key=settings.api_key,
         limits=settings.limits,
-        make_mask=mask_maker(settings.model),
+        compile_grammar=grammar_compiler(settings.model),
+        is_local=is_loopback(settings.address),
     )
-    config = uvicorn.Config(
-        server.app(), settings.address, settings.port, log_level="warning", access_log=False, server_header=False
-    )
+    listener = listen(server.app(), host, settings.name, settings.address, settings.port)
     gc.collect()
     gc.freeze()  # a collection that walks all modules takes 0.1 s
-    Listener(config).run()
+    listener.run()
 
 
 @contextlib.contextmanager
@@ -129,10 +95,10 @@ class HttpProcess:
 
     def run(self, engine: Engine, settings: Settings, num_ranks: int) -> int:
         """Serve; returns the exit code."""
-        make_mask, process = mask_maker(engine.model), self._process
+        make_mask, process = mask_maker(engine.model, num_ranks), self._process
         if process is None:
             host = EngineHost(engine, settings.max_waiting, make_mask, num_ranks=num_ranks)
-            listen(host, settings)
+            serve_clients(host, settings)
             return _exit_code(host.fault)
         model = engine.model
         own = model.config, None, model.tokenizer, model.path  # without its weights
@@ -170,7 +136,7 @@ def main() -> None:
             host = RemoteHost(
                 sock, settings.model, settings.max_model_len, settings.max_num_reqs + settings.max_waiting
             )
-            listen(host, settings)
+            serve_clients(host, settings)
             return
 
 

@@ -320,6 +320,9 @@ class Serve(RunOptions):
     max_num_seqs: int = _how("completions that run at once", COUNT, 128)
     max_num_tokens: int | None = _how("tokens per step (default 8192 on a large GPU, else 2048)", whole("N", 1, 2**17))
     max_model_len: int | None = _how("tokens of a request (default: the model's limit, at most 4096)", COUNT)
+    num_pages: int | None = _how(
+        "pages of the KV cache (default: what fits in memory, or what all requests can use)", COUNT
+    )
     graph: str = _how("graph mode", MODES, "full_and_piecewise")
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
     seed: int | None = _how("seed of requests without one (default: a fresh one)", SEED)

@@ -1,9 +1,15 @@
 """`weft serve`: a checkpoint over HTTP, by OpenAI's API."""
 
+import contextlib
 import gc
 import importlib
+import multiprocessing
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from weft.stages.adapters import load_adapter
 from weft.stages.chat import ChatTemplate
@@ -22,13 +28,42 @@ def run(options: Serve) -> int:
     except ImportError as error:
         options.refuse("", f"{error}", "pip install 'weft[serve]'")
     read_config(options)
-    return in_ranks(_serve, options, options, name)
+    with _signals_forwarded():
+        return in_ranks(_serve, options, options, name)
+
+
+@contextlib.contextmanager
+def _signals_forwarded() -> Iterator[None]:
+    """Within, in the process that has started ranks, a first signal goes to the first rank, which lets requests end; a
+    second one ends all of them. Without ranks, signals do what they do until the server listens."""
+    told = list[int]()
+
+    def forward(sig: int, _: Any) -> None:
+        first = next((own for own in multiprocessing.active_children() if own.name == "weft rank 0"), None)
+        if first is None or first.pid is None or told:
+            if sig == signal.SIGTERM and first is None:
+                signal.signal(sig, signal.SIG_DFL)
+                os.kill(os.getpid(), sig)
+            raise KeyboardInterrupt
+        told.append(sig)
+        os.kill(first.pid, signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, forward) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _serve(here: Here, options: Serve, name: str) -> int:
-    from weft.transforms.cli.http_process import HttpProcess, Settings, mask_maker
+    from weft.transforms.cli.http_process import HttpProcess, Settings
     from weft.transforms.server.bodies import ServerLimits
     from weft.transforms.server.commands import follow
+    from weft.transforms.server.grammars import mask_maker
     from weft.transforms.server.host import max_model_len
 
     http = HttpProcess() if here.first else None
@@ -38,7 +73,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         gc.collect()
         gc.freeze()  # a collection that walks torch and the model takes 0.1 s, in the middle of a step
         if http is None:
-            follow(engine, mask_maker(engine.model))
+            follow(engine, mask_maker(engine.model, here.num_stages))
             return 0
         settings = Settings(
             model=engine.model,
@@ -62,7 +97,10 @@ def _serve(here: Here, options: Serve, name: str) -> int:
 def _engine(here: Here, options: Serve) -> Engine:
     model = open_model(options, here)
     limits = EngineLimits(
-        max_num_reqs=options.max_num_seqs, max_num_tokens=options.max_num_tokens, max_model_len=options.max_model_len
+        max_num_reqs=options.max_num_seqs,
+        max_num_tokens=options.max_num_tokens,
+        max_model_len=options.max_model_len,
+        num_pages=options.num_pages,
     )
     return Engine(
         model,

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -16,12 +18,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from weft import __version__
+from weft.errors import WeftError
 from weft.stages.chat import ChatTemplate
 from weft.transforms.server.answers import Part, Writer
 from weft.transforms.server.bodies import ServerLimits, read_body, unless_gone
-from weft.transforms.server.commands import Add, MakeMask
+from weft.transforms.server.browsers import refuse_browsers
+from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
-from weft.transforms.server.host import Host
+from weft.transforms.server.grammars import CompileGrammar
+from weft.transforms.server.host import ClosedError, Host
 from weft.transforms.server.metrics import Metrics
 from weft.transforms.server.protocol import (
     ChatRequest,
@@ -38,6 +43,9 @@ from weft.transforms.server.vocabulary import Vocabulary
 _LONG_TEXT = 2000
 """Characters from which on a text is encoded beside the event loop."""
 _RETRY_SECONDS = 1
+_MOST_COMPILING = 64
+"""Requests whose grammars may wait to be compiled."""
+_LOG = logging.getLogger("weft.server")
 
 
 class Server:
@@ -50,7 +58,8 @@ class Server:
         chat_template: in the place of the model's own.
         api_key: what clients must send; None: nothing.
         limits: of a request.
-        make_mask: of a `response_format`.
+        compile_grammar: of a `response_format`.
+        is_local: clients are of this machine alone.
     """
 
     def __init__(
@@ -62,7 +71,8 @@ class Server:
         chat_template: ChatTemplate | None = None,
         api_key: str | None = None,
         limits: ServerLimits | None = None,
-        make_mask: MakeMask,
+        compile_grammar: CompileGrammar,
+        is_local: bool = False,
     ) -> None:
         self.host, self.name, self.adapters = host, name, tuple(adapters)
         self.limits, self._key = limits or ServerLimits(), api_key
@@ -71,7 +81,8 @@ class Server:
         size = model.config.vocab_size
         self.vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer, size)
         self.metrics = Metrics(name)
-        self._make_mask = make_mask
+        self._compile_grammar, self._is_local = compile_grammar, is_local
+        self._compilers, self._num_compiling = ThreadPoolExecutor(8, "weft grammars"), 0
 
     # Routes
 
@@ -82,13 +93,21 @@ class Server:
 
     async def models(self, _: Request) -> Response:
         """The model and its adapters."""
+        return _json({"object": "list", "data": self._models()})
+
+    async def one_model(self, request: Request) -> Response:
+        """The model or an adapter, by its name."""
+        name = request.path_params["name"]
+        self._adapter(name)
+        return _json(next(own for own in self._models() if own["id"] == name))
+
+    def _models(self) -> list[dict[str, Any]]:
         known = [(self.name, None), *((name, self.name) for name in self.adapters)]
-        own = [
+        return [
             {"id": name, "object": "model", "created": 0, "owned_by": "weft", "root": self.name, "parent": parent}
             | {"max_model_len": self.max_model_len}
             for name, parent in known
         ]
-        return _json({"object": "list", "data": own})
 
     async def version(self, _: Request) -> Response:
         """The version of weft."""
@@ -96,7 +115,10 @@ class Server:
 
     async def show_metrics(self, _: Request) -> Response:
         """Counters and histograms, in Prometheus' text format."""
-        stats = None if self.host.fault is not None else await self.host.stats()
+        try:
+            stats = await self.host.stats()
+        except ClosedError:  # what was counted before is still of use
+            stats = None
         return Response(*self.metrics.text(stats))
 
     async def tokenize(self, request: Request) -> Response:
@@ -114,7 +136,7 @@ class Server:
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         body = await read_body(request, self.limits, DetokenizeRequest)
-        return _json({"prompt": self.model.decode(body.tokens)})
+        return _json({"prompt": await asyncio.to_thread(self.model.decode, body.tokens)})
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`."""
@@ -125,8 +147,9 @@ class Server:
         wanted = body.logprobs
         prompt_logprobs = wanted if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
         asked = await self._asked(body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs)
-        texts = [own if isinstance(own, str) else self.model.decode(own) or "" for own in body.prompt]
-        form = TextForm(asked, body, texts if body.echo else [""] * len(texts))
+        shown = body.prompt if body.echo else [""] * len(prompts)
+        texts = [own if isinstance(own, str) else self.model.decode(own) or "" for own in shown]
+        form = TextForm(asked, body, texts)
         return await self._answer(request, asked, form)
 
     async def chats(self, request: Request) -> Response:
@@ -184,21 +207,36 @@ class Server:
             wanted = f", and {max_tokens} for the completion" if max_tokens else ""
             seen = f"This model's maximum context length is {limit} tokens. However, you requested {longest} tokens in "
             raise Refusal(400, f"{seen}the prompt{wanted}.", param="max_tokens", code="context_length_exceeded")
-        form = None
+        count = body.n * len(prompts)
+        if count > self.host.max_open:
+            seen = (
+                f"{len(prompts)} prompts with n={body.n} are {count} completions; at most {self.host.max_open} at once"
+            )
+            raise Refusal(400, seen, param="n")
+        grammar = None
         if body.response_format is not None and body.response_format.type != "text":
-            form = body.response_format.model_dump(by_alias=True, exclude_none=True)
-            try:
-                await asyncio.to_thread(self._make_mask, form)  # an error is the client's, and the compiler keeps it
-            except ImportError as error:
-                seen = f"this server has no grammars: {error}; pip install 'weft[serve]'"
-                raise Refusal(501, seen, param="response_format", code="no_grammars") from error
-        own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras, "form": form}
-        own |= {"cache_salt": body.cache_salt, "captured": body.weft.captured}
+            grammar = await self._compiled(body.response_format.model_dump(by_alias=True, exclude_none=True))
+        own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras}
+        own |= {"cache_salt": body.cache_salt, "captured": body.weft.captured, "grammar": grammar}
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
         requests = [Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts]
-        return Asked(
-            body, requests, Writer(f"{kind}-{secrets.token_hex(12)}", body.model or self.name, self.vocabulary)
-        )
+        self.host.check_open()
+        self.host.check_room(count)
+        writer = Writer(f"{kind}-{secrets.token_hex(12)}", body.model or self.name, self.vocabulary)
+        return Asked(body, requests, writer)
+
+    async def _compiled(self, form: dict[str, Any]) -> str:
+        """A `response_format`, compiled beside the event loop."""
+        if self._num_compiling >= _MOST_COMPILING:
+            raise Refusal(429, f"{self._num_compiling} grammars wait to be compiled", "rate_limit_error", code="busy")
+        self._num_compiling += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_grammar, form)
+        except ImportError as error:
+            seen = f"this server has no grammars: {error}; pip install 'weft[serve]'"
+            raise Refusal(501, seen, param="response_format", code="no_grammars") from error
+        finally:
+            self._num_compiling -= 1
 
     async def _answer(self, request: Request, asked: Asked, form: Form) -> Response:
         """The answer to a request: whole, or as a stream."""
@@ -229,7 +267,7 @@ class Server:
                     yield event(form.usage_chunk)
                 yield b"data: [DONE]\n\n"
             except Exception as error:
-                yield event(refusal_of(error).body)
+                yield event(_logged(refusal_of(error), error).body)
 
     async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Sequence[Part], None]:
         """The parts of all choices as they come, within the time limit."""
@@ -251,6 +289,7 @@ class Server:
             Route("/version", self._guarded(self.version, is_open=True), methods=["GET"]),
             Route("/metrics", self._guarded(self.show_metrics), methods=["GET"]),
             Route("/v1/models", self._guarded(self.models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self.one_model), methods=["GET"]),
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
@@ -264,6 +303,7 @@ class Server:
         try:
             yield
         finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
             await self.host.close()
 
     def _guarded(
@@ -273,13 +313,15 @@ class Server:
 
         async def guarded(request: Request) -> Response:
             try:
-                if not is_open:
+                if self._key is None:
+                    refuse_browsers(request.headers, self._is_local)
+                elif not is_open:
                     self._check_key(request)
                 return await route(request)
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                found = refusal_of(error)
+                found = _logged(refusal_of(error), error)
                 self.metrics.refuse(found.status)
                 headers = {"retry-after": str(_RETRY_SECONDS)} if found.status in (429, 503) else {}
                 return _json(found.body, found.status, headers)
@@ -287,8 +329,6 @@ class Server:
         return guarded
 
     def _check_key(self, request: Request) -> None:
-        if self._key is None:
-            return
         given = request.headers.get("authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
             raise Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
@@ -324,7 +364,15 @@ async def _first(parts: AsyncGenerator[Sequence[Part], None]) -> Sequence[Part]:
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     seen = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
-    return _json(Refusal(status, seen, code="not_found").body, status)
+    code = "method_not_allowed" if status == 405 else "not_found"
+    return _json(Refusal(status, seen, code=code).body, status, getattr(error, "headers", None))
+
+
+def _logged(refusal: Refusal, error: BaseException) -> Refusal:
+    """The refusal; an error that is the server's own is logged with its traceback."""
+    if refusal.status == 500 and not isinstance(error, WeftError | Refusal):
+        _LOG.error("a request was answered by %d", refusal.status, exc_info=error)
+    return refusal
 
 
 def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

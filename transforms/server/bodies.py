@@ -13,6 +13,8 @@ from weft.transforms.server.protocol import checked
 from weft.transforms.server.refusals import Refusal
 
 T = TypeVar("T")
+MAX_DEPTH = 128
+"""The most lists and objects within each other. Far beneath Python's own limit, which other code would meet first."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,11 +52,14 @@ async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel
         given = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
+    _check_depth(given)
+    if b"\\u" in raw:
+        _check_characters(given)
     try:
         return checked(kind, given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        place = ".".join(map(str, first["loc"]))[:200]
         raise Refusal(400, f"{place or 'the body'}: {first['msg']}", param=place or None) from None
 
 
@@ -68,6 +73,24 @@ async def _read_bytes(request: Request, most: int) -> bytes:
         if len(raw) > most:
             raise Refusal(413, f"a body of more than {most} bytes", code="body_too_large")
     return bytes(raw)
+
+
+def _check_depth(given: Any) -> None:
+    level = [given] if isinstance(given, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        parts = (own.values() if isinstance(own, dict) else own for own in level)
+        level = [each for own in parts for each in own if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise Refusal(400, f"more than {MAX_DEPTH} lists and objects within each other", code="invalid_json")
+
+
+def _check_characters(given: Any) -> None:
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        seen = f"half of a surrogate pair, {error.object[error.start]!a}, which is no character"
+        raise Refusal(400, seen, code="invalid_json") from None
 
 
 def _refuse_constant(name: str) -> Any:

@@ -2,7 +2,7 @@
 ranks."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -13,8 +13,8 @@ from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.masks import Mask
 
-MakeMask = Callable[[Mapping[str, Any]], Mask | None]
-"""Makes the mask of a request from a `response_format`."""
+MakeMask = Callable[[str], Mask]
+"""Makes the mask of a request from its compiled grammar."""
 
 
 @attrs.frozen(kw_only=True)
@@ -27,7 +27,7 @@ class Add:
         sampling, max_tokens, priority, adapter: as `Engine.add` takes them.
         extras: lists of numbers, by name.
         cache_salt: as `Engine.add` takes it.
-        form: the `response_format`, from which each rank makes the mask; None: there is none.
+        grammar: a compiled one, from which each rank makes the mask; None: there is none.
         captured: whether the client wants what the stages captured.
     """
 
@@ -39,7 +39,7 @@ class Add:
     adapter: str | None = None
     extras: dict[str, Any] = attrs.field(factory=dict)
     cache_salt: str = ""
-    form: dict[str, Any] | None = None
+    grammar: str | None = attrs.field(default=None, repr=False)
     captured: bool = False
 
     def apply(self, engine: Engine, make_mask: MakeMask) -> None:
@@ -56,7 +56,7 @@ class Add:
             priority=self.priority,
             adapter=self.adapter,
             cache_salt=self.cache_salt,
-            mask=None if self.form is None else make_mask(self.form),
+            mask=None if self.grammar is None else make_mask(self.grammar),
             extras={name: _tensor(name, own) for name, own in self.extras.items()} or None,
         )
 
@@ -118,5 +118,5 @@ def follow(engine: Engine, make_mask: MakeMask) -> None:
 def _tensor(name: str, given: Any) -> torch.Tensor:
     try:
         return torch.tensor(given, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError) as error:
         raise RequestError(f"weft.extras[{name!r}]", f"{error!s:.200}", "numbers, or lists of lists of them") from error

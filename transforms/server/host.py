@@ -84,6 +84,26 @@ class Host(ABC):
     def send(self, command: Command) -> None:
         """Send a command to the engine."""
 
+    @property
+    def num_open(self) -> int:
+        """Completions that run and wait."""
+        return self._num_open
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server is being stopped."""
+        return self._closing
+
+    def refuse_requests(self) -> None:
+        """Take no more requests; those under way go on."""
+        self._closing = True
+
+    def check_room(self, count: int) -> None:
+        """Raise BusyError if so many more completions would be too many."""
+        if self._num_open + count > self.max_open:
+            seen = f"{self._num_open} completions under way, {count} more, and room for {self.max_open}"
+            raise BusyError("a request", seen, "the same request later")
+
     def check_open(self) -> None:
         """Raise ClosedError unless the engine takes requests."""
         if self.fault is not None:
@@ -115,9 +135,7 @@ class Host(ABC):
         """
         self.check_open()
         count = sum(request.sampling.n for request in requests)
-        if self._num_open + count > self.max_open:
-            seen = f"{self._num_open} completions under way, {count} more, and room for {self.max_open}"
-            raise BusyError("a request", seen, "the same request later" if count <= self.max_open else "fewer at once")
+        self.check_room(count)
         listener, tokenizer = _Listener(), self.model.tokenizer
         named = [attrs.evolve(request, name=f"request {next(self._names)}") for request in requests]
         found = {
@@ -162,7 +180,8 @@ class Host(ABC):
                     listener.arrived.set()
 
     def _end(self, ended: Ended) -> None:
-        self.fault, self.is_final, self._closing = ended.fault, ended.is_final, True
+        self.fault, self.is_final = ended.fault, ended.is_final
+        self._closing |= ended.fault is None
         for _, listener in self._listeners.values():
             listener.error = ended.error()
             listener.arrived.set()

@@ -1,5 +1,6 @@
 """`EngineLoop`: takes commands, steps an engine, and says what each step made, in messages that may travel."""
 
+import logging
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.stats import Stats
 from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, Stop
 
+_LOG = logging.getLogger("weft.server")
 Delta = tuple[str, int, list[int], str | None, str | None, dict[str, Any]]
 """What is new of a completion: its request's name, its index, tokens, text, reason of its end, and more by name. A step
 makes one for each row, so they are tuples: pickled in a fifth of the time of objects."""
@@ -82,6 +84,7 @@ class EngineLoop:
                 pass
         except BaseException as error:
             self.fault = error
+            _LOG.error("a step of the engine raised; the server takes no more requests", exc_info=error)
             ended = Ended(f"{type(error).__name__}: {error}", isinstance(error, RankError))
         self._deliver(ended)
 

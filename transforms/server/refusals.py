@@ -28,6 +28,8 @@ def refusal_of(error: BaseException) -> Refusal:
         if isinstance(error, RequestError):
             return Refusal(400, str(error), **ours)
         return Refusal(500, str(error), "server_error", **ours)
+    if isinstance(error, RecursionError):
+        return Refusal(400, "lists and objects within each other, too many of them")
     return Refusal(500, f"{type(error).__name__}: {error!s:.300}", "server_error")
 
 

@@ -117,9 +117,9 @@ def run_engine(sock: socket.socket, engine: Engine, make_mask: MakeMask, *, num_
         with contextlib.suppress(OSError):
             while raw := sock.recv(_BUFFER):
                 for command in unpacker.feed(raw):
-                    if isinstance(command, Add) and command.form is not None:
-                        with contextlib.suppress(RequestError):  # it is compiled here, and kept; a step would wait
-                            make_mask(command.form)
+                    if isinstance(command, Add) and command.grammar is not None:
+                        with contextlib.suppress(RequestError):  # it is read here, and kept; a step would wait
+                            make_mask(command.grammar)
                     loop.inbox.put(command)
         loop.inbox.put(Stop())
 

@@ -1,14 +1,17 @@
 """`weft serve` as a process: it says where it listens, answers, and lets requests end when it is told to stop."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +58,74 @@ def test_it_answers_and_lets_requests_end(flags: tuple[str, ...]) -> None:
         asked.join(60)
         assert process.wait(30) == 0, process.stderr.read()
     assert found[0]["choices"][0]["text"] == expected.text
+
+
+def stream(url: str, **body: Any) -> Any:
+    raw = json.dumps({**BODY, "ignore_eos": True, "stream": True, **body}).encode()
+    return urllib.request.urlopen(urllib.request.Request(f"{url}/completions", raw), timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--pp", "2")])
+def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) -> None:
+    with serving(*flags) as (process, url), stream(url, max_tokens=480, n=4) as found:
+        assert found.readline().startswith(b"data: ")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        for path, body in (("/v1/completions", json.dumps(BODY).encode()), ("/health", None)):
+            with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+                urllib.request.urlopen(url.removesuffix("/v1") + path, body, timeout=20)
+            assert refused.value.headers["retry-after"] == "1"
+            assert json.load(refused.value)["error"]["code"] == "closed"
+        events = [line for line in found if line.strip()]
+        assert events[-1] == b"data: [DONE]\n"
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert process.wait(60) == 0
+        assert "completions under way may end; a second signal ends at once" in process.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
+    with serving() as (process, url), stream(url, max_tokens=480, n=4) as found:
+        assert found.readline().startswith(b"data: ")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(second)
+        assert process.wait(5) == 128 + second
+
+
+def descendants(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        parents.setdefault(parent, []).append(int(folder.name))
+    own = sorted(parents.get(pid, []))
+    return [*own, *(each for child in own for each in descendants(child))]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the rank's process in /proc")
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_rank_that_dies_ends_the_server_and_is_named(is_busy: bool) -> None:
+    with serving("--pp", "2", "--timeout", "4") as (process, url):
+        last_rank = max(descendants(process.pid))
+        if is_busy:
+            with stream(url, max_tokens=300) as found:
+                assert found.readline().startswith(b"data: ")
+                os.kill(last_rank, signal.SIGKILL)
+                assert b"error" in found.read()
+        else:
+            os.kill(last_rank, signal.SIGKILL)
+        assert process.wait(60) == 2
+        assert "rank 1" in process.stderr.read()
+
+
+def test_it_listens_on_this_machine_alone_unless_told() -> None:
+    from weft.transforms.cli.options import Serve
+
+    assert Serve(model="demo").host == "127.0.0.1"

@@ -12,11 +12,11 @@ import uvicorn
 
 from weft.stages.chat import ChatTemplate
 from weft.stages.model import Model
-from weft.transforms.cli.http_process import mask_maker
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.server.app import Server
 from weft.transforms.server.bodies import ServerLimits
+from weft.transforms.server.grammars import grammar_compiler, mask_maker
 from weft.transforms.server.host import EngineHost
 
 TEMPLATE = ChatTemplate(
@@ -49,10 +49,9 @@ def served(
     """A server of the model; options are those of `Server` and `Engine`."""
     own = {name: options.pop(name) for name in ("adapters", "pipeline", "graph", "num_logprobs") if name in options}
     engine = Engine(model, limits, seed=0, **{"num_logprobs": 5, "graph": "none", **own})
-    make_mask = mask_maker(model)
-    host = EngineHost(engine, max_waiting, make_mask)
+    host = EngineHost(engine, max_waiting, mask_maker(model))
     names = {"chat_template": TEMPLATE, "limits": limits_of, "adapters": [*own.get("adapters", {})]}
-    server = Server(host, "demo", make_mask=make_mask, **{**names, **options})
+    server = Server(host, "demo", compile_grammar=grammar_compiler(model), **{**names, **options})
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     config = uvicorn.Config(server.app(), log_level="warning", access_log=False)

@@ -1,0 +1,221 @@
+"""`weft serve` as a process: its address, its log, what it holds; and one request over a plain socket."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import h11
+
+_START_SECONDS = 120.0
+
+
+@attrs.frozen(eq=False)
+class ServerProcess:
+    """A server that listens.
+
+    Args:
+        process: of the first, or only, rank.
+        port: on 127.0.0.1.
+        log: what it writes to stderr.
+    """
+
+    process: "subprocess.Popen[str]"
+    port: int
+    log: Path
+
+    def held(self) -> dict[str, int]:
+        """Its resident memory in bytes, its open files and its threads; nothing where there is no /proc."""
+        folder = Path(f"/proc/{self.process.pid}")
+        try:
+            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            memory, threads = int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"])
+            return {"memory": memory, "files": len(os.listdir(folder / "fd")), "threads": threads}
+        except (OSError, KeyError):
+            return {}
+
+    def metrics(self) -> dict[str, float]:
+        """The gauges and counters of `/metrics`, without `weft_` and labels; those of several labels are summed."""
+        found: dict[str, float] = {}
+        for line in get(self.port, "/metrics").body.decode().splitlines():
+            if line.startswith("weft_"):
+                name, value = re.split(r"{[^}]*}", line.removeprefix("weft_"))
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def until_idle(self, seconds: float = 60.0) -> bool:
+        """Wait until no completion runs or waits, and no page is held; False: it did not come to that."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found = self.metrics()
+            if not (found["running"] or found["waiting"] or found["pages_held"]):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def stop(self, seconds: float = 60.0) -> int:
+        """Send SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[ServerProcess]:
+    """A server of the demo, which is killed at the end unless it has ended.
+
+    Args:
+        flags: of `weft serve demo`.
+    """
+    words = [sys.executable, "-m", "weft", "serve", "demo", "--device", "cpu", "--port", "0", *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("a") as file:
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, text=True)
+        try:
+            assert process.stdout is not None
+            timer = _killed_after(process, _START_SECONDS)
+            line = process.stdout.readline()
+            timer.cancel()
+            if " is served at http://" not in line:
+                raise RuntimeError(f"weft serve did not start: {line}{log.read_text()}")
+            yield ServerProcess(process, int(line.rsplit(":", 1)[1].split("/")[0]), log)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def _killed_after(process: "subprocess.Popen[str]", seconds: float) -> Any:
+    import threading
+
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+@attrs.frozen(eq=False)
+class Answer:
+    """An answer over HTTP.
+
+    Args:
+        status, headers, body: as it came; names of headers in small letters.
+        whole: False if the connection ended before the body did.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    whole: bool = True
+
+    @property
+    def json(self) -> Any:
+        """The body, parsed."""
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[str]:
+        """The data of its server-sent events."""
+        return [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part]
+
+
+def request_bytes(
+    path: str, body: bytes | None = None, *, method: str | None = None, headers: Sequence[tuple[str, str]] = ()
+) -> bytes:
+    """A request as it travels. A body comes with its length and the type of JSON."""
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: 127.0.0.1"]
+    if body is not None:
+        lines += [f"content-length: {len(body)}", "content-type: application/json"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or b"")
+
+
+def connect(port: int, seconds: float = 60.0) -> socket.socket:
+    """A connection to the server."""
+    return socket.create_connection(("127.0.0.1", port), timeout=seconds)
+
+
+def post(port: int, path: str, body: Any, **options: Any) -> Answer:
+    """The answer to a body of JSON."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with connect(port) as own:
+        own.sendall(request_bytes(path, raw, **options))
+        return read_answers(own)[0]
+
+
+def get(port: int, path: str) -> Answer:
+    """The answer to a GET."""
+    with connect(port) as own:
+        own.sendall(request_bytes(path))
+        return read_answers(own)[0]
+
+
+def read_answers(own: socket.socket, most: int = 1, patience: float | None = None) -> list[Answer]:
+    """Answers of a connection, at most so many; fewer, if it ends before.
+
+    Args:
+        patience: seconds until the first one, and a tenth of that for further ones; None: the first one must come.
+
+    Raises:
+        h11.RemoteProtocolError: something came that is not HTTP.
+        TimeoutError: an answer did not go on, or without patience the first one did not come.
+    """
+    found, parser, timeout = list[Answer](), _new_parser(), own.gettimeout()
+    head, body = None, bytearray()
+    while len(found) < most:
+        event = parser.next_event()
+        if event is h11.NEED_DATA:
+            may_end = parser.their_state is h11.SEND_RESPONSE and (found or patience is not None)
+            if may_end:
+                own.settimeout((patience or 2.0) / (10 if found else 1))
+            try:
+                data = own.recv(65536)
+            except ConnectionError:
+                data = b""
+            except TimeoutError:
+                if may_end:
+                    return found
+                raise
+            own.settimeout(timeout)
+            if not data and parser.their_state is h11.SEND_BODY:
+                assert head is not None
+                return [*found, _answer(head, body, whole=False)]
+            if not data:
+                return found
+            parser.receive_data(data)
+        elif isinstance(event, h11.Response):
+            head, body = event, bytearray()
+        elif isinstance(event, h11.Data):
+            body += event.data
+        elif isinstance(event, h11.EndOfMessage):
+            assert head is not None
+            found.append(_answer(head, body))
+            rest = parser.trailing_data[0]
+            if head.status_code >= 400 and dict(head.headers).get(b"connection") == b"close":
+                return found
+            parser = _new_parser()
+            parser.receive_data(rest or b"") if rest else None
+        elif isinstance(event, h11.ConnectionClosed):
+            return found
+    return found
+
+
+def _new_parser() -> h11.Connection:
+    parser = h11.Connection(h11.CLIENT)
+    parser.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    parser.send(h11.EndOfMessage())
+    return parser
+
+
+def _answer(head: h11.Response, body: bytearray, whole: bool = True) -> Answer:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+    return Answer(head.status_code, headers, bytes(body), whole)

@@ -1,0 +1,268 @@
+"""Clients of ill will, one by one: pages in browsers, connections that stall, bodies that nest, grammars that block."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from serving import Served, served
+
+from weft.proofs.http_process import read_answers, request_bytes
+from weft.stages.model import Model
+from weft.transforms.engine.options import EngineLimits
+from weft.transforms.server import app, listening
+from weft.transforms.server.browsers import is_loopback, refuse_browsers
+from weft.transforms.server.listening import Listener
+from weft.transforms.server.refusals import Refusal
+
+httpx = pytest.importorskip("httpx")
+BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 100, "ignore_eos": True}
+
+
+def ask(server: Served, body: Any = BODY, path: str = "/v1/completions", **options: Any) -> Any:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{server.url}{path}", content=content, timeout=60, **options)
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": "127.0.0.1:8000"}, None),
+        ({"host": "localhost"}, None),
+        ({"host": "[::1]:8000"}, None),
+        ({"host": "my.localhost:1"}, None),
+        ({"host": "evil.example"}, "forbidden_host"),
+        ({"host": "127.0.0.1.evil.example"}, "forbidden_host"),
+        ({"host": "localhost.evil.example:8000"}, "forbidden_host"),
+        ({"host": ""}, "forbidden_host"),
+        ({}, "forbidden_host"),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, None),
+        ({"host": "localhost:8000", "origin": "http://evil.example"}, "forbidden_origin"),
+        ({"host": "localhost:8000", "origin": "http://localhost.evil.example"}, "forbidden_origin"),
+        ({"host": "localhost:8000", "origin": "null"}, "forbidden_origin"),
+        ({"host": "localhost:8000", "origin": ""}, "forbidden_origin"),
+    ],
+    ids=str,
+)
+def test_pages_of_other_sites(headers: dict[str, str], code: str | None) -> None:
+    if code is None:
+        refuse_browsers(headers, is_local=True)
+        return
+    with pytest.raises(Refusal) as found:
+        refuse_browsers(headers, is_local=True)
+    assert found.value.status == 403
+    assert found.value.body["error"]["code"] == code
+
+
+def test_a_server_for_others_has_any_name_but_refuses_pages_of_other_sites() -> None:
+    refuse_browsers({"host": "gpu7.lab:8000"}, is_local=False)
+    refuse_browsers({"host": "gpu7.lab:8000", "origin": "http://gpu7.lab:8000"}, is_local=False)
+    with pytest.raises(Refusal):
+        refuse_browsers({"host": "gpu7.lab:8000", "origin": "https://evil.example"}, is_local=False)
+    assert not is_loopback("0.0.0.0")
+
+
+def test_what_curl_sends_is_answered_and_what_a_page_sends_is_not(model: Model) -> None:
+    with served(model, is_local=True) as server:
+        form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` writes
+        assert ask(server, headers=form).status_code == 200
+        for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}):
+            found = ask(server, headers={"content-type": "text/plain", **headers})
+            assert found.status_code == 403
+            assert "start" in found.text or "key" in found.text
+    with served(model, is_local=True, api_key="secret") as server:  # no page knows the key
+        known = {"authorization": "Bearer secret", "origin": "http://evil.example"}
+        assert ask(server, headers=known).status_code == 200
+
+
+@pytest.mark.parametrize("depth", [127, 128, 129, 5000])
+@pytest.mark.parametrize("field", ["metadata", "messages", "response_format"])
+def test_bodies_that_nest(server: Served, depth: int, field: str) -> None:
+    nested = b'{"a":' * (depth - 1) + b"1" + b"}" * (depth - 1)
+    found = ask(server, b'{"prompt":"a","max_tokens":1,"%s":%s}' % (field.encode(), nested))
+    assert found.status_code == (200 if field == "metadata" and depth <= 128 else 400)
+    if depth > 128:
+        assert found.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_halves_of_surrogate_pairs(server: Served, path: str) -> None:
+    message = rb'"messages":[{"role":"user","content":"\ud800"}]'
+    found = ask(server, b"{%s}" % (rb'"prompt":"\udfff"' if path == "/v1/completions" else message), path)
+    assert found.status_code == 400
+    assert "half of a surrogate pair" in found.json()["error"]["message"]
+    whole = ask(server, rb'{"prompt":"\ud83d\ude00"}', "/tokenize")
+    assert whole.json()["count"] == 4
+
+
+def test_more_completions_than_ever_fit(model: Model) -> None:
+    with served(model, max_waiting=3) as server:
+        found = ask(server, {**BODY, "prompt": ["a", "b"], "n": 4})
+        assert found.status_code == 400, "asking again would not help"
+        assert "2 prompts with n=4 are 8 completions; at most 7 at once" in found.json()["error"]["message"]
+
+
+def test_metrics_are_served_while_the_server_drains(model: Model) -> None:
+    with served(model) as server:
+        server.host.refuse_requests()
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        found = ask(server)
+        assert (found.status_code, found.json()["error"]["code"]) == (503, "closed")
+        assert httpx.get(f"{server.url}/health").status_code == 503
+
+
+def test_an_error_of_the_server_is_logged_with_its_traceback(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError("nothing that a client could mend")
+
+    with served(model) as server:
+        assert ask(server, b"no JSON").status_code == 400
+        assert not caplog.records
+        monkeypatch.setattr(app.Server, "_adapter", fails)
+        assert ask(server).status_code == 500
+    assert "ArithmeticError: nothing that a client could mend" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+@pytest.fixture
+def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A server with `Listener`'s connections, whose clocks are short."""
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(listening, "STALL_SECONDS", 0.5)
+    with served(model, limits=EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=512)) as inner:
+        found = Listener(inner.server.app(), inner.host, "demo", "127.0.0.1", 0)
+        thread = threading.Thread(target=lambda: asyncio.run(found._serve()), daemon=True)
+        thread.start()
+        until(lambda: found.started)
+        bound = found.servers[0].sockets[0]
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # or the system takes answers in for slow clients
+        port = bound.getsockname()[1]
+        yield Served(f"http://127.0.0.1:{port}", port, inner.host, inner.server, inner.stop)
+        found.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\na: "], ids=str)
+def test_a_head_that_does_not_come_closes_its_connection(listener: Served, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.sendall(sent)
+        own.settimeout(10)
+        begin = time.monotonic()
+        assert own.recv(100) == b""
+        assert time.monotonic() - begin > 0.2
+    assert httpx.get(f"{listener.url}/health").status_code == 200
+
+
+def test_a_second_head_on_a_connection_has_its_time_too(listener: Served) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.sendall(request_bytes("/health"))
+        own.settimeout(10)
+        [first] = read_answers(own)
+        assert first.status == 200
+        own.sendall(b"GET /hea")
+        assert own.recv(100) == b""
+
+
+def test_an_answer_that_takes_longer_than_a_head_is_whole(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = listener.host.engine.step
+    monkeypatch.setattr(listener.host.engine, "step", lambda: (time.sleep(0.01), step())[1])
+    found = ask(listener)
+    assert (found.status_code, found.json()["usage"]["completion_tokens"]) == (200, 100)
+
+
+def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: Served) -> None:
+    body = {**BODY, "max_tokens": 400, "n": 4, "logprobs": 5, "stream": True}
+    raw = request_bytes("/v1/completions", json.dumps(body).encode())
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", listener.port))
+        slow.sendall(raw)
+        until(lambda: listener.host.num_open == 4)
+        assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
+        until(lambda: listener.host.engine.is_idle)  # its completions end although nobody reads them
+        assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
+        time.sleep(1.0)
+        slow.settimeout(10)
+        read = bytearray()
+        with contextlib.suppress(ConnectionResetError):
+            while more := slow.recv(65536):
+                read += more
+        assert read.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in read, "it was left before its end"
+    assert listener.host.engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"A" * 70_000],
+    ids=["TLS", "two hosts", "a long line"],
+)
+def test_what_is_not_http_is_told_so_in_json(listener: Served, raw: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.sendall(raw + b"\r\n\r\n")
+        own.settimeout(10)
+        [found] = read_answers(own)
+    assert found.status == 400
+    assert found.json["error"] == {
+        "message": "Invalid HTTP request received.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_http",
+    }
+
+
+def test_more_connections_than_may_be_are_refused(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening.Connection, "max_connections", 3)
+    held = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
+    time.sleep(0.1)
+    assert ask(listener).status_code == 503
+    for own in held:
+        own.close()
+    until(lambda: ask(listener, {**BODY, "max_tokens": 1}).status_code == 200)
+
+
+def test_a_grammar_that_takes_its_time_keeps_nobody_waiting(model: Model) -> None:
+    rules = "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(3000))
+    form = {"type": "grammar", "grammar": f'root ::= r0\n{rules}\nr3000 ::= "a"'}
+    with served(model) as server:
+        assert ask(server, {"prompt": "A", "response_format": {"type": "regex", "regex": "a"}}).status_code == 200
+        found: list[Any] = []
+        slow = threading.Thread(target=lambda: found.append(ask(server, {**BODY, "response_format": form})))
+        slow.start()
+        count = 0
+        while slow.is_alive():
+            assert ask(server, {**BODY, "max_tokens": 5}).status_code == 200
+            count += 1
+        slow.join()
+        assert found[0].status_code == 400
+        assert count > 5, "others were served meanwhile"
+
+
+def test_authorization_of_odd_forms(model: Model) -> None:
+    with served(model, api_key="schlüssel") as server:
+        for value in (
+            b"",
+            b"Bearer",
+            b"Bearer ",
+            b"Basic c2VjcmV0",
+            b"Bearer schlussel",
+            b"\xff\xfe",
+            b"Bearer x" * 500,
+        ):
+            assert ask(server, headers={"authorization": value}).status_code == 401
+        assert ask(server, headers={"authorization": "Bearer schlüssel".encode()}).status_code == 200

@@ -1,0 +1,255 @@
+"""A structured answer parses under its schema, or the schema is refused by a keyword's name, whatever is drawn.
+
+The answers are walks of random tokens that the mask allows, so that they say what no model would. jsonschema decides.
+"""
+
+import json
+import random
+import re
+from typing import Any
+
+import attrs
+import pytest
+from drawn_schemas import kept_schemas, keywords, odd_schemas
+from hypothesis import Phase, event, given, settings, strategies as st
+
+from weft.errors import RequestError
+from weft.stages.model import DEMO, Model, load
+from weft.transforms.server import compiling, grammars as grammars_module, schemas
+from weft.transforms.server.compiling import GrammarLimits, Tokens
+from weft.transforms.server.grammars import Grammars, Masks
+from weft.transforms.server.patterns import rewrite
+from weft.transforms.server.vocabulary import Vocabulary
+
+jsonschema = pytest.importorskip("jsonschema")
+xgrammar = pytest.importorskip("xgrammar")
+CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
+
+
+class Walker:
+    """Walks through the grammars of a model's tokens."""
+
+    def __init__(self, model: Model) -> None:
+        size = model.config.vocab_size
+        self.model, self.stops = model, {*model.config.eos_token_ids}
+        tokens = Tokens.of(Vocabulary(model.tokenizer, size), model.config.eos_token_ids)
+        self.masks = Masks(tokens, None)
+        self.compiler = xgrammar.GrammarCompiler(tokens.info(), max_threads=1, cache_enabled=False)
+        self.closing = [token for token in range(size) if model.decode([token]) in ('"', "}", "]")]
+
+    def walk(self, schema: Any, seed: int, most: int = 300) -> str | None:
+        """The text of a walk; None: it did not end."""
+        source = compiling.source_of("call", {"type": "json_schema", "json_schema": {"schema": schema}})
+        mask = self.masks.mask(compiling.compile_with(self.compiler, *source).serialize_json())
+        drawn, tokens = random.Random(seed), list[int]()
+        for _ in range(most):
+            bits = mask(tokens).numpy()
+            allowed = [token for token in range(self.model.config.vocab_size) if bits[token // 32] >> (token % 32) & 1]
+            assert allowed, "the mask allows nothing"
+            if self.stops & {*allowed} and (drawn.random() < 0.4 or {*allowed} <= self.stops):
+                return self.model.decode(tokens)
+            going = [token for token in allowed if token not in self.stops]
+            closing = [token for token in self.closing if token in going]
+            tokens.append(drawn.choice(closing if closing and drawn.random() < 0.2 + len(tokens) / 200 else going))
+        return None
+
+
+@pytest.fixture(scope="module")
+def walker() -> Walker:
+    return Walker(load(DEMO, "cpu", "float32"))
+
+
+def parses(walker: Walker, schema: Any, seed: int) -> str:
+    """The law, for one schema; says how the walk ended."""
+    try:
+        text = walker.walk(schema, seed)
+    except RequestError as error:
+        said = str(error)
+        assert any(repr(word) in said or word in said for word in keywords(schema)), said
+        return "refused"
+    if text is None:
+        return "cut"
+    jsonschema.Draft202012Validator(schema, format_checker=CHECKER).validate(json.loads(text))
+    return "ended"
+
+
+@given(kept_schemas(), st.integers(0, 10**6))
+@settings(max_examples=150, deadline=None)
+def test_an_answer_parses_under_its_schema(walker: Walker, schema: Any, seed: int) -> None:
+    found = parses(walker, schema, seed)
+    event(found)
+    assert found != "refused"
+
+
+@given(odd_schemas(), st.integers(0, 10**6))
+@settings(max_examples=250, deadline=None)
+def test_what_is_not_kept_to_is_refused_by_name(walker: Walker, schema: Any, seed: int) -> None:
+    event(parses(walker, schema, seed))
+
+
+def breaks(walker: Walker, drawn: Any) -> None:
+    """The law is broken by a schema of the strategy."""
+
+    @settings(max_examples=400, deadline=None, database=None, phases=[Phase.generate], derandomize=True)
+    @given(drawn, st.integers(0, 10**6))
+    def law(schema: Any, seed: int) -> None:
+        parses(walker, schema, seed)
+
+    with pytest.raises((AssertionError, jsonschema.ValidationError, ValueError)):
+        law()
+
+
+def test_the_law_catches_schemas_that_go_to_xgrammar_as_they_are(
+    walker: Walker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemas, "rewrite_schema", lambda call, schema: schema)
+    breaks(walker, odd_schemas())
+    breaks(walker, kept_schemas())
+
+
+def test_the_law_catches_patterns_that_are_not_escaped(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "rewrite", lambda call, pattern, in_json: rewrite(call, pattern, in_json=False))
+    breaks(walker, kept_schemas())
+
+
+def test_the_law_catches_a_mask_that_is_one_token_late(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = grammars_module._GrammarMask.__call__
+    monkeypatch.setattr(grammars_module._GrammarMask, "__call__", lambda self, tokens: call(self, tokens[:-1]))
+    breaks(walker, kept_schemas())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "others"),
+    [
+        ("[^a]", 'b\n"', "a"),
+        (r"\d{2,3}", ["12", "123"], ["1", "1234", "١٢"]),
+        ("^(a|bc)*$", ["", "abca"], ["b"]),
+        (r"\w+", "a_9", " é"),
+        (".", "xé\t", "\n"),
+    ],
+)
+def test_a_pattern_means_what_it_means_in_python(pattern: str, fits: Any, others: Any) -> None:
+    written = rewrite("call", pattern, in_json=False)
+    quoted = rewrite("call", pattern, in_json=True)
+    for texts, matches in ((fits, True), (others, False)):
+        for text in texts:
+            assert bool(re.fullmatch(written, text)) is matches, (written, text)
+            assert bool(re.fullmatch(quoted, json.dumps(text, ensure_ascii=False)[1:-1])) is matches, (quoted, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("(?=a)b", "has an assertion, a reference or an atomic group"),
+        (r"(a)\1", "has an assertion, a reference or an atomic group"),
+        ("a^b", "has an anchor or a boundary in the middle"),
+        (r"a\b", "has an anchor or a boundary in the middle"),
+        ("(?i)a", "has flags, as in (?i)"),
+        ("((a{1,99}){1,99}){1,99}", "has repetitions in repetitions of more than 5000 characters"),
+        ("(" * 3000 + ")" * 3000, "nested too deeply"),
+        ("a" * 10_001, "a pattern of 10001 characters"),
+        ("\0", "has a set without a character that a text may have"),
+        ("(", "missing ), unterminated subpattern"),
+    ],
+    ids=lambda own: own[:20],
+)
+def test_patterns_that_cannot_be_kept(pattern: str, words: str) -> None:
+    with pytest.raises(RequestError) as found:
+        rewrite("call", pattern, in_json=False)
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 1, "$ref": "#"}, "the keyword 'type' beside '$ref', which would be ignored"),
+        ({"$ref": "file:///etc/passwd"}, "$ref 'file:///etc/passwd'"),
+        ({"$ref": "#/$defs/a"}, "$ref '#/$defs/a', which finds no schema"),
+        ({"type": "array", "uniqueItems": True}, "the keyword 'uniqueItems', which would be ignored"),
+        ({"required": ["a"]}, "'required' ['a'], not all of them in 'properties'"),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "'oneOf' of schemas that one value may fit"),
+        ({"type": "string", "format": "regex"}, "'format' 'regex', which would be ignored"),
+        ({"type": "number", "minimum": 1e-9}, "'minimum' 1e-09, which would be rounded"),
+        ({"type": "array", "items": {"tpye": "integer"}}, "at #/items\n  saw: the keyword 'tpye'"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "'minLength' 3 and 'maxLength' 2"),
+    ],
+    ids=str,
+)
+def test_schemas_that_cannot_be_kept_to(schema: Any, words: str) -> None:
+    with pytest.raises(RequestError) as found:
+        schemas.rewrite_schema("call", schema)
+    assert words in str(found.value)
+
+
+@attrs.frozen
+class Bounded:
+    """Grammars within limits, and masks of them."""
+
+    grammars: Grammars
+    masks: Masks
+
+    def mask(self, form: dict[str, Any]) -> Any:
+        return self.masks.mask(self.grammars.compile(form))
+
+
+@pytest.fixture(scope="module")
+def bounded() -> Any:
+    model = load(DEMO, "cpu", "float32")
+    limits = GrammarLimits(seconds=3.0, memory=2**29)
+    tokens = Tokens.of(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
+    found = Bounded(Grammars(tokens, limits), Masks(tokens, limits.token_seconds))
+    yield found
+    found.grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (
+            {
+                "type": "grammar",
+                "grammar": "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(9000)) + "\nroot ::= r0\nr9000 ::= []",
+            },
+            "",
+        ),
+        ({"type": "grammar", "grammar": "root ::= root"}, "a grammar that no text fits"),
+        ({"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, "a grammar that no text fits"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * i for i in range(3000)]}}},
+            "",  # its time or its memory ends first
+        ),
+    ],
+    ids=["a chain", "a loop", "a reference to itself", "a long list"],
+)
+def test_grammars_beyond_the_limits_are_refused_and_the_next_is_compiled(
+    bounded: Bounded, form: Any, words: str
+) -> None:
+    with pytest.raises(RequestError) as found:
+        bounded.mask(form)
+    assert words in str(found.value)
+    assert bounded.mask({"type": "regex", "regex": "[ab]c"})([]) is not None
+
+
+def test_a_grammar_that_is_not_compiled_in_time(bounded: Bounded, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded.mask({"type": "regex", "regex": "ba"})  # the process has started
+    monkeypatch.setattr(bounded.grammars._compiler, "_limits", GrammarLimits(seconds=0.001))
+    with pytest.raises(RequestError) as found:
+        bounded.mask({"type": "grammar", "grammar": 'root ::= ("a" | root "b" root){40}'})
+    assert "a grammar that is not compiled within 0.001 s" in str(found.value)
+
+
+def test_a_process_that_ends_is_replaced(bounded: Bounded) -> None:
+    bounded.mask({"type": "regex", "regex": "ab"})
+    compiler = bounded.grammars._compiler
+    assert compiler._process is not None
+    compiler._process.kill()
+    compiler._process.join()
+    assert bounded.mask({"type": "regex", "regex": "abc"})([]) is not None
+
+
+def test_a_mask_that_takes_too_long_ends_its_request(bounded: Bounded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded.masks, "_token_seconds", -1.0)
+    mask = bounded.mask({"type": "regex", "regex": "a*"})
+    with pytest.raises(RequestError) as found:
+        mask([])
+    assert "a grammar that takes more than -1 s for a token" in str(found.value)

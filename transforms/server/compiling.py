@@ -1,0 +1,242 @@
+"""`Compiler`: XGrammar in a process of its own, within limits of time and memory.
+
+A grammar of a few lines can take XGrammar minutes, gigabytes, or its process. The other process compiles it, tries it
+on tokens that the grammar allows, and sends it back as text.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import attrs
+
+from weft.errors import RequestError
+from weft.transforms.server.vocabulary import Vocabulary
+
+_START_SECONDS = 60.0
+_LARGEST = 32 * 2**20
+"""Bytes of a compiled grammar, as text."""
+_TRIED_TOKENS, _TRIED_SEEDS = 64, 2
+
+
+@attrs.frozen(kw_only=True)
+class GrammarLimits:
+    """The limits of a grammar.
+
+    Args:
+        seconds: in which it is compiled.
+        memory: bytes beyond those of XGrammar itself.
+        token_seconds: of the processor, for the mask of one token.
+    """
+
+    seconds: float = 10.0
+    memory: int = 2**30
+    token_seconds: float = 0.25
+
+
+@attrs.frozen(eq=False)
+class Tokens:
+    """A model's tokens, as XGrammar reads them.
+
+    Args:
+        written: each of them, as the tokenizer's file writes it.
+        kind: of `Vocabulary`.
+        stop_token_ids: the tokens that end an answer.
+    """
+
+    written: Sequence[str]
+    kind: str
+    stop_token_ids: Sequence[int]
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, stop_token_ids: Sequence[int]) -> "Tokens":
+        """The tokens of a vocabulary."""
+        written = [vocabulary.written(token) for token in range(vocabulary.size)]
+        return cls(written, vocabulary.kind, [*stop_token_ids])
+
+    def info(self) -> Any:
+        """XGrammar's object."""
+        import xgrammar
+
+        kinds = {
+            "byte_level": xgrammar.VocabType.BYTE_LEVEL,
+            "byte_fallback": xgrammar.VocabType.BYTE_FALLBACK,
+            "raw": xgrammar.VocabType.RAW,
+        }
+        size, stops = len(self.written), [*self.stop_token_ids]
+        return xgrammar.TokenizerInfo([*self.written], kinds[self.kind], vocab_size=size, stop_token_ids=stops)
+
+
+class Compiler:
+    """Compiles grammars one by one, in a process that is started at the first one and anew after one that broke it.
+
+    Args:
+        tokens: of the model.
+        limits: of a grammar.
+    """
+
+    def __init__(self, tokens: Tokens, limits: GrammarLimits) -> None:
+        self._tokens, self._limits = tokens, limits
+        self._lock = threading.Lock()
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+
+    def compile(self, call: str, kind: str, source: str) -> str:
+        """A compiled grammar, as XGrammar writes it.
+
+        Args:
+            call: of an error.
+            kind: `json_schema`, `json_object`, `regex` or `grammar`.
+            source: of that kind.
+
+        Raises:
+            RequestError: XGrammar refuses it, or it is beyond the limits.
+        """
+        with self._lock:
+            pipe = self._started()
+            try:
+                pipe.send((kind, source))
+                if not pipe.poll(self._limits.seconds):
+                    self._end()
+                    seen = f"a grammar that is not compiled within {self._limits.seconds:g} s"
+                    raise RequestError(call, seen, "a smaller one")
+                error, found = pipe.recv()
+            except (EOFError, OSError):
+                self._end()
+                raise RequestError(call, "a grammar that ends XGrammar's process", "a smaller one") from None
+        if error is not None:
+            raise RequestError(call, error, "one that XGrammar compiles")
+        return str(found)
+
+    def _started(self) -> Connection:
+        if self._process is not None and self._pipe is not None and self._process.is_alive():
+            return self._pipe
+        self._end()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = theirs, attrs.astuple(self._tokens), self._limits
+        self._process = context.Process(target=_serve, args=arguments, name="weft grammars", daemon=True)
+        self._process.start()
+        theirs.close()
+        with contextlib.suppress(EOFError, OSError):
+            if self._pipe.poll(_START_SECONDS) and self._pipe.recv() == "ready":
+                return self._pipe
+        self._end()
+        raise RequestError("response_format", "XGrammar's process did not start", "the same request later")
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._pipe = self._process = None
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+
+def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> None:
+    """Compile what comes through the pipe, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # XGrammar's warnings repeat what clients send
+    import xgrammar
+
+    info = Tokens(*tokens).info()
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    _limit_memory(limits.memory)
+    pipe.send("ready")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            kind, source = pipe.recv()
+            try:
+                compiled = compile_with(compiler, kind, source)
+                _try(xgrammar.GrammarMatcher(compiled), info, kind, limits)
+                found = compiled.serialize_json()
+                if len(found) > _LARGEST:
+                    raise _TooLarge(f"a grammar that takes {len(found)} bytes; at most {_LARGEST}")
+            except _TooLarge as error:
+                pipe.send((str(error), None))
+            except Exception as error:
+                pipe.send((f"{type(error).__name__}: {error!s:.300}", None))
+            else:
+                pipe.send((None, found))
+
+
+class _TooLarge(Exception):
+    """A grammar that is beyond a limit, or that has no answer."""
+
+
+def compile_with(compiler: Any, kind: str, source: str) -> Any:
+    """A grammar of one of the kinds, compiled by XGrammar's compiler."""
+    if kind in ("json_schema", "json_object"):
+        return compiler.compile_json_schema(source, strict_mode=kind == "json_schema")
+    return compiler.compile_grammar(source) if kind == "grammar" else compiler.compile_regex(source)
+
+
+def _try(matcher: Any, info: Any, kind: str, limits: GrammarLimits) -> None:
+    """Follow the grammar for some tokens: a grammar may be compiled soon and take seconds for each token."""
+    import numpy as np
+
+    bits, stops = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32), {*info.stop_token_ids}
+    for seed in range(_TRIED_SEEDS):
+        matcher.reset()
+        drawn = random.Random(seed)
+        for count in range(_TRIED_TOKENS):
+            begin = time.thread_time()
+            matcher.fill_next_token_bitmask(bits)
+            if time.thread_time() - begin > limits.token_seconds:
+                raise _TooLarge(f"a grammar that takes more than {limits.token_seconds:g} s for a token")
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[: info.vocab_size])
+            going = [int(token) for token in allowed if int(token) not in stops]
+            if not count and (not len(allowed) or (kind.startswith("json") and len(going) < len(allowed))):
+                raise _TooLarge("a grammar that no text fits")
+            if not going:
+                break
+            # A grammar's worst texts repeat a token: the first half of them does.
+            matcher.accept_token(going[0] if seed == 0 else drawn.choice(going))
+
+
+def _limit_memory(more: int) -> None:
+    try:
+        import resource
+
+        with open("/proc/self/statm", encoding="ascii") as file:
+            taken = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
+    except (ImportError, OSError, ValueError):  # no such limit here: the time limit remains
+        return
+
+
+def source_of(call: str, form: Mapping[str, Any]) -> tuple[str, str]:
+    """The kind of a `response_format`, and its source for XGrammar.
+
+    Raises:
+        RequestError: it has none, or one that XGrammar would not keep to.
+    """
+    from weft.transforms.server.patterns import rewrite
+    from weft.transforms.server.schemas import rewrite_schema
+
+    kind = str(form["type"])
+    if kind == "json_object":
+        return kind, json.dumps({"type": "object"})
+    if kind == "json_schema":
+        schema = form.get("json_schema", {}).get("schema")
+        if schema is None:
+            raise RequestError(call, "no schema", '{"json_schema": {"name": ..., "schema": {...}}}')
+        return kind, json.dumps(rewrite_schema(call, schema))
+    if not form.get(kind):
+        raise RequestError(call, f"no {kind}", f'{{"type": "{kind}", "{kind}": "..."}}')
+    return kind, rewrite(call, form[kind], in_json=False) if kind == "regex" else str(form[kind])

@@ -1,0 +1,180 @@
+"""`rewrite`: a regular expression as XGrammar must get it: sets of characters written out, and in JSON, escaped.
+
+XGrammar 0.2 writes what a `pattern` matches between quotes as it is. A quotation mark, a backslash or a newline of the
+pattern then ends or breaks the JSON; a negated set matches surrogates, which no text has; and an anchor in the middle
+is ignored. Here Python's parser reads the expression, sets lose what no text has, characters that JSON escapes are
+written escaped, and what cannot be kept is refused.
+"""
+
+import re
+from collections.abc import Sequence
+from re import _constants as op, _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+from weft.errors import RequestError
+
+Ranges = list[tuple[int, int]]
+"""Characters, as ranges of code points with both ends, in order."""
+MOST_NESTED = 5000
+"""The most characters that repetitions within repetitions may stand for: each one costs time at each token."""
+_LONGEST = 10_000
+_TEXT: Ranges = [(9, 10), (13, 13), (0x20, 0xD7FF), (0xE000, 0x10FFFF)]
+_ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+"""The letters that JSON writes after a backslash, by character, as a set of an expression has them."""
+_CATEGORIES: dict[Any, Ranges] = {
+    op.CATEGORY_DIGIT: [(0x30, 0x39)],
+    op.CATEGORY_SPACE: [(9, 10), (13, 13), (0x20, 0x20)],
+    op.CATEGORY_WORD: [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
+}
+# Characters beyond ASCII are digits, spaces and words to some engines and not to others: here they are neither.
+_BEYOND: Ranges = [(0x80, 0x10FFFF)]
+_NEGATED = {
+    op.CATEGORY_NOT_DIGIT: op.CATEGORY_DIGIT,
+    op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
+    op.CATEGORY_NOT_WORD: op.CATEGORY_WORD,
+}
+
+
+def rewrite(call: str, pattern: str, *, in_json: bool) -> str:
+    """The expression of texts that the pattern matches from the first to the last character.
+
+    Args:
+        call: of an error.
+        in_json: the text stands between the quotation marks of a JSON string.
+
+    Raises:
+        RequestError: it is not a regular expression, or not a regular language, or its repetitions are too large.
+    """
+    if len(pattern) > _LONGEST:
+        raise RequestError(call, f"a pattern of {len(pattern)} characters", f"one of at most {_LONGEST}")
+    try:
+        parsed = parser.parse(
+            pattern.replace("(?<", "(?P<") if "(?<=" not in pattern and "(?<!" not in pattern else pattern
+        )
+        if parsed.state.flags & ~re.UNICODE.value:
+            raise _Refused("flags, as in (?i)")
+        return _Writer(in_json).concatenation(parsed, True, True)
+    except (re.error, OverflowError) as error:
+        raise RequestError(call, f"the pattern {pattern!r:.100}: {error}", "a regular expression") from error
+    except RecursionError:
+        raise RequestError(call, "a pattern that is nested too deeply", "a shorter one") from None
+    except _Refused as error:
+        instead = "groups, alternatives, sets of characters and repetitions alone"
+        raise RequestError(call, f"the pattern {pattern!r:.100} has {error}", instead) from None
+
+
+class _Refused(Exception):
+    """A part of an expression that cannot be kept."""
+
+
+class _Writer:
+    """Writes the parts of a parsed expression."""
+
+    def __init__(self, in_json: bool) -> None:
+        self._in_json = in_json
+        self._nested = 1
+
+    def concatenation(self, parts: Sequence[Any], at_start: bool, at_end: bool) -> str:
+        """Parts one after the other, the first and the last of which may be anchors at either end of the text."""
+        parts, written = list(parts), []
+        for place, (kind, value) in enumerate(parts):
+            first, last = at_start and place == 0, at_end and place == len(parts) - 1
+            if kind is op.AT:
+                begins = value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING) and first
+                ends = value in (op.AT_END, op.AT_END_STRING) and last
+                if not begins and not ends:
+                    raise _Refused("an anchor or a boundary in the middle")
+                continue
+            written.append(self._part(kind, value, first, last))
+        return "".join(written)
+
+    def _part(self, kind: Any, value: Any, first: bool, last: bool) -> str:
+        if kind is op.SUBPATTERN:
+            _, added, removed, inner = value
+            if added or removed:
+                raise _Refused("flags, as in (?i)")
+            return f"(?:{self.concatenation(inner, first, last)})"
+        if kind is op.BRANCH:
+            return f"(?:{'|'.join(self.concatenation(own, first, last) for own in value[1])})"
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            return self._repeat(*value)
+        return self._characters(_characters_of(kind, value))
+
+    def _repeat(self, least: int, most: Any, inner: Sequence[Any]) -> str:
+        bound, before = least if most is op.MAXREPEAT else int(most), self._nested
+        self._nested *= max(bound, 1)
+        if before > 1 and self._nested > MOST_NESTED:
+            raise _Refused(f"repetitions in repetitions of more than {MOST_NESTED} characters")
+        written = f"(?:{self.concatenation(inner, False, False)})"
+        self._nested = before
+        return written + (
+            "*" if not least and most is op.MAXREPEAT else f"{{{least},{'' if most is op.MAXREPEAT else most}}}"
+        )
+
+    def _characters(self, ranges: Ranges) -> str:
+        if not self._in_json:
+            return _set_of(_intersected(ranges, _TEXT))
+        escaped = "".join(letter for code, letter in _ESCAPES.items() if any(a <= code <= b for a, b in ranges))
+        plain = _intersected(ranges, [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF)])
+        if not escaped:
+            return _set_of(plain)
+        return f"(?:{_set_of(plain)}|\\\\[{escaped}])" if plain else f"(?:\\\\[{escaped}])"
+
+
+def _characters_of(kind: Any, value: Any) -> Ranges:
+    if kind is op.LITERAL:
+        return [(value, value)]
+    if kind is op.NOT_LITERAL:
+        return _complement([(value, value)])
+    if kind is op.ANY:
+        return _complement([(10, 10), (13, 13), (0x2028, 0x2029)])
+    if kind is not op.IN:
+        raise _Refused("an assertion, a reference or an atomic group")
+    negated, found = False, Ranges()
+    for own, what in value:
+        if own is op.NEGATE:
+            negated = True
+        elif own is op.RANGE:
+            found.append(what)
+        elif own is op.LITERAL:
+            found.append((what, what))
+        elif what in _CATEGORIES:
+            found += [*_CATEGORIES[what], *(_BEYOND if negated else ())]
+        else:
+            found += _complement([*_CATEGORIES[_NEGATED[what]], *([] if negated else _BEYOND)])
+    return _complement(found) if negated else _merged(found)
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    found = Ranges()
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    found, start = Ranges(), 0
+    for first, last in _merged(ranges):
+        if start < first:
+            found.append((start, first - 1))
+        start = last + 1
+    return [*found, (start, 0x10FFFF)] if start <= 0x10FFFF else found
+
+
+def _intersected(left: Ranges, right: Ranges) -> Ranges:
+    return [(max(a, c), min(b, d)) for a, b in _merged(left) for c, d in right if max(a, c) <= min(b, d)]
+
+
+def _set_of(ranges: Ranges) -> str:
+    if not ranges:
+        raise _Refused("a set without a character that a text may have")
+    written = "".join(_char(a) if a == b else f"{_char(a)}-{_char(b)}" for a, b in ranges)
+    return f"[{written}]"
+
+
+def _char(code: int) -> str:
+    char = chr(code)
+    return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(char, f"\\{char}" if char in "\\]^-[" else char)
