@@ -145,7 +145,8 @@ class Attacks:
     # Requests
 
     def _grammar(self) -> Attack:
-        drawn, nested = self._drawn, {"type": "integer"}
+        drawn = self._drawn
+        nested: dict[str, Any] = {"type": "integer"}
         for _ in range(drawn.choice([3, 40, 200])):
             nested = drawn.choice([{"type": "array", "items": nested}, {"anyOf": [nested, {"type": "null"}]}])
         regexes = [

@@ -56,7 +56,8 @@ class Fuzzed:
         kinds: of the attacks.
         statuses: of the answers; `closed`: no answer came.
         failures: what went wrong, by the attack that it did with.
-        held: memory in bytes, files and threads of the idle server, by the number of attacks that it has had.
+        held: memory in bytes, files, threads and captured graphs of the idle server, by the number of attacks that it
+            has had.
         idle_connections: how many were open while it answered a known request.
         slowest: seconds until the slowest answer, and its attack.
         log_bytes: what the server wrote to its log.
@@ -77,7 +78,8 @@ class Fuzzed:
     def __str__(self) -> str:
         statuses = ", ".join(f"{count} {status}" for status, count in self.statuses.most_common())
         held = "; ".join(
-            f"after {count}: {own['memory'] / 2**20:.1f} MiB, {own['files']} files, {own['threads']} threads"
+            f"after {count}: {own['memory'] / 2**20:.1f} MiB, {own['files']} files, {own['threads']} threads, "
+            f"{own.get('captures', 0)} graphs"
             for count, own in self.held.items()
             if own
         )
@@ -143,7 +145,7 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                     found.failures.append(f"after {done + count} attacks requests are under way: {server.metrics()}")
                 if done == 0:
                     _hold_idle(server, idle_connections, found)
-                found.held[done + count] = settled(server)
+                found.held[done + count] = settled(server) | {"captures": int(server.metrics()["captures"])}
         _check_end(server, known, trap, found)
     found.seconds = time.perf_counter() - begin
     return found

@@ -87,14 +87,14 @@ def test_other_grammars(server: Served) -> None:
     ("form", "words"),
     [
         ({"type": "json_schema"}, "no schema"),
-        ({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, "one that XGrammar compiles"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, "'type' 'nothing'"),
         ({"type": "grammar", "grammar": "root ::="}, "one that XGrammar compiles"),
-        ({"type": "regex", "regex": "(("}, "one that XGrammar compiles"),
+        ({"type": "regex", "regex": "(("}, "unterminated subpattern"),
         ({"type": "xml"}, "response_format.type"),
     ],
     ids=str,
 )
 def test_forms_that_are_none(server: Served, form: dict[str, Any], words: str) -> None:
-    found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form})
+    found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form}, timeout=60)
     assert found.status_code == 400
     assert words in found.json()["error"]["message"]
