@@ -4,9 +4,9 @@
 
 The tasks are written here: 200 sums that the model completes, 60 of them as a choice, and capitals as a choice and as
 chats. All numbers are drawn with a fixed seed. Generation goes through `local-completions`, and for chats through
-`local-chat-completions`; the log-likelihood of choices through `local-completions` (`echo` and `logprobs`). lm_eval's own
-`hf` runs the same folder in transformers. Compared with mode `none` are the accuracies, the answer to each question, and
-the log-likelihood of each choice. The package needs no network: the tokenizer is the folder's.
+`local-chat-completions`; the log-likelihood of choices through `local-completions` (`echo` and `logprobs`). lm_eval's
+own `hf` runs the same folder in transformers. Compared with mode `none` are the accuracies, the answer to each
+question, and the log-likelihood of each choice. The package needs no network: the tokenizer is the folder's.
 """
 
 import argparse

@@ -4,12 +4,12 @@
     python -m weft.proofs.bench.http --models demo --device cpu --graph none --num-prompts 64 --output-len 64
     python -m weft.proofs.bench.http --url http://127.0.0.1:8000/v1 --vocab-size 32000
 
-For each model a process first serves the requests by an `Engine` alone, as `weft bench` does, and ends. Then
-`weft serve` answers them on this machine, and this process is the client: streams of `/v1/completions` with random tokens
-as prompts, each on a connection of its own. At a finite rate requests arrive as a Poisson process; at `inf` all at once, as in the
-engine alone, which is what the ratio compares (medians of the repeats). Neither has logprobs. Each answer is checked to
-have the tokens that were asked for; otherwise the command exits with 1. Presets have random weights and no tokenizer, so
-that no text is made of their tokens.
+For each model a process first serves the requests by an `Engine` alone, as `weft bench` does, and ends. Then `weft
+serve` answers them on this machine, and this process is the client: streams of `/v1/completions` with random tokens
+as prompts, each on a connection of its own. At a finite rate requests arrive as a Poisson process; at `inf` all at
+once, as in the engine alone, which is what the ratio compares (medians of the repeats). Neither has logprobs. Each
+answer is checked to have the tokens that were asked for; otherwise the command exits with 1. Presets have random
+weights and no tokenizer, so that no text is made of their tokens.
 """
 
 import argparse
@@ -132,11 +132,10 @@ def draw_latency(records: Sequence[dict[str, Any]], title: str) -> Any:
                 ax.axhline(
                     record["alone"][-1][key]["p50"], color=colour, ls=":", label=f"{record['model']}, alone, p50"
                 )
-        ax.set(xlabel="requests a second", ylabel="ms", yscale="log")
+        ax.set(xlabel="requests a second", ylabel="ms")
+        ax.set_ylim(bottom=0)
         ax.set_title(label, fontsize=10)
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-        ax.grid(alpha=0.3, which="both")
+        ax.grid(alpha=0.3)
     lines = axes[0].get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=3, frameon=False, labelcolor=GREY)
     return figure

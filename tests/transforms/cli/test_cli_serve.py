@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 24}
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[Any, str]]:
+def serving(*flags: str, model: Sequence[str] = ("demo",)) -> Iterator[tuple[Any, str]]:
     """A server's process and its address."""
-    words = [sys.executable, "-m", "weft", "serve", "demo", "--device", "cpu", "--port", "0", "--max-num-seqs", "4"]
+    words = [sys.executable, "-m", "weft", "serve", *model, "--device", "cpu", "--port", "0", "--max-num-seqs", "4"]
     process = subprocess.Popen([*words, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -42,6 +42,36 @@ def post(url: str, **body: Any) -> Any:
     request = urllib.request.Request(f"{url}/completions", json.dumps({**BODY, **body}).encode())
     with urllib.request.urlopen(request, timeout=60) as found:
         return json.load(found)
+
+
+def children_of(process: Any) -> list[int]:
+    return [int(own) for own in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="children are read from /proc")
+@pytest.mark.parametrize("dies", ["engine", "http"])
+def test_neither_process_outlives_the_other(dies: str) -> None:
+    with serving("--graph", "none") as (process, url):
+        [child] = children_of(process)
+        os.kill(process.pid if dies == "engine" else child, signal.SIGKILL)
+        assert process.wait(30) != 0
+        end = time.monotonic() + 30
+        while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        with pytest.raises(urllib.error.URLError):
+            post(url)
+
+
+@pytest.mark.slow
+def test_a_preset_has_random_weights_and_takes_token_ids() -> None:
+    with serving("--graph", "none", model=("--preset", "tiny")) as (_, url):
+        found = post(url, prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
+        assert (found["usage"]["completion_tokens"], found["choices"][0]["text"]) == (5, "")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(url)
+        assert b"pass token ids" in refused.value.read()
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from weft.transforms.engine.options import EngineLimits
 from weft.transforms.server.app import Server
 from weft.transforms.server.bodies import ServerLimits
 from weft.transforms.server.grammars import grammar_compiler, mask_maker
-from weft.transforms.server.host import EngineHost
+from weft.transforms.server.host import EngineHost, Host, max_model_len
+from weft.transforms.server.remote import RemoteHost, run_engine
 
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -32,7 +33,7 @@ class Served:
 
     url: str
     port: int
-    host: EngineHost
+    host: Any
     server: Server
     stop: Callable[[], None]
 
@@ -44,12 +45,18 @@ def served(
     limits: EngineLimits = LIMITS,
     limits_of: ServerLimits | None = None,
     max_waiting: int = 64,
+    remote: tuple[socket.socket, socket.socket] | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """A server of the model; options are those of `Server` and `Engine`."""
+    """A server of the model; options are those of `Server` and `Engine`.
+
+    Args:
+        remote: a pair of sockets, between which the engine and its clients are; None: they share a process.
+    """
     own = {name: options.pop(name) for name in ("adapters", "pipeline", "graph", "num_logprobs") if name in options}
     engine = Engine(model, limits, seed=0, **{"num_logprobs": 5, "graph": "none", **own})
-    host = EngineHost(engine, max_waiting, mask_maker(model))
+    make_mask = mask_maker(model)
+    host: Host = EngineHost(engine, max_waiting, make_mask) if remote is None else _apart(engine, remote, max_waiting)
     names = {"chat_template": TEMPLATE, "limits": limits_of, "adapters": [*own.get("adapters", {})]}
     server = Server(host, "demo", compile_grammar=grammar_compiler(model), **{**names, **options})
     bound = socket.socket()
@@ -72,3 +79,11 @@ def served(
         stop()
         thread.join(20)
         assert not thread.is_alive()
+
+
+def _apart(engine: Engine, remote: tuple[socket.socket, socket.socket], max_waiting: int) -> RemoteHost:
+    ours, theirs = remote
+    model = Model(engine.model.config, None, engine.model.tokenizer, engine.model.path)  # type: ignore[arg-type]
+    options = {"daemon": True, "args": (theirs, engine, mask_maker(engine.model))}
+    threading.Thread(target=run_engine, **options).start()  # type: ignore[arg-type]
+    return RemoteHost(ours, model, max_model_len(engine), engine.limits.budget.max_num_reqs + max_waiting)
