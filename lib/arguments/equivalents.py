@@ -153,7 +153,8 @@ LOAD = {
     **_all(
         "pipeline pp_size", "stage=(index, num_stages), for a rank of a pipeline; or weft.generate(..., pipeline=N)"
     ),
-    **_all("model model_name pretrained_model_name_or_path", "path=..., a folder"),
+    **_all("model model_name pretrained_model_name_or_path", "path=..., a folder or a .gguf"),
+    **_all("gguf_file", "path=..., the .gguf itself"),
     **_all(
         "cache_dir force_download local_files_only revision subfolder token",
         "a folder with the files: weft downloads nothing",
@@ -163,9 +164,9 @@ LOAD = {
         "leave it out: linear layers are in FP8 where the checkpoint has them so",
     ),
     **_all("attn_implementation", "leave it out: weft has one attention for each device (`weft doctor` names it)"),
-    **_all("low_cpu_mem_usage use_safetensors", "leave it out: weights are read from safetensors, one by one"),
+    **_all("low_cpu_mem_usage use_safetensors", "leave it out: weights are read one by one"),
     **_all("max_memory offload_folder", "nothing like it: weights stay on one device; pipeline=... splits the layers"),
     **_all("load_format", "weft bench --load-format dummy, for random weights"),
-    **_all("config", "leave it out: weft reads the folder's config.json"),
+    **_all("config", "leave it out: weft reads the checkpoint's own"),
 }
 """The names for `load`."""

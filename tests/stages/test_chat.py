@@ -54,7 +54,8 @@ TEMPLATES = {
     ),
     "marked": (
         "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}\n    "
-        "{% if m.role == 'assistant' %}\n{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}<{{ m.role }}>{{ m.content }}"
+        "{% if m.role == 'assistant' %}\n"
+        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}<{{ m.role }}>{{ m.content }}"
         "{% endif %}{% endfor %}"
     ),
 }

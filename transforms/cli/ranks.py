@@ -18,10 +18,10 @@ from weft.errors import ConfigWarning, ProgramError, WeftError
 from weft.stages.choices import pick_attention, pick_device
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.formats import load_config, open_checkpoint
+from weft.stages.known_models import RELEASED, released
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.random_weights import PRESETS, random_model
-from weft.stages.released import RELEASED, released
 from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions, Serve
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation

@@ -137,7 +137,7 @@ class Listener(uvicorn.Server):
         print(f"{name}: {open_ones} under way may end; a second signal ends at once", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        """End with the engine's process, or after a signal, when no completion is under way. Until then new requests are
+        """End with the engine's process, or after a signal when no completion is under way. Until then requests are
         answered, by 503."""
         if self.engine_host.is_final or (self.engine_host.is_closing and not self.engine_host.num_open):
             self.should_exit = True

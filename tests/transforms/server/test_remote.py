@@ -166,7 +166,7 @@ def test_the_text_of_tokens_is_the_engines(model: Model, parts: list[list[int]])
 def test_all_lists_of_a_completion_travel() -> None:
     """A list that `CompletionState` gains is one that clients may ask for, unless it is made of the tokens."""
     lists = {field.name for field in attrs.fields(CompletionState) if "list[" in str(field.type)}
-    made = {"token_ids", "text_offsets", "_captured"}
+    made = {"token_ids", "text_offsets", "_captured", "ranks"}  # no answer has ranks of generated tokens
     assert lists - made == {*PER_TOKEN, *PER_PROMPT}
 
 
@@ -178,7 +178,7 @@ def test_events_are_the_chunks(kind: Any, body: Any, more: dict[str, Any]) -> No
         given = body.model_validate({"messages": [{"role": "user", "content": "a"}], **options})
     else:
         given = body.model_validate({"prompt": "a", "n": 2, **more})
-    add = Add(prompt=[1], sampling=SamplingParams(n=2, detokenize=False), max_tokens=9)
+    add = Add(prompt=[1], sampling=SamplingParams(temperature=1.0, n=2, detokenize=False), max_tokens=9)
     asked = Asked(given, [add], Writer("id", "demo", None, created=1))
     form: Form = kind(asked, given, [""]) if kind is TextForm else kind(asked, given)
     progress = Progress(add, 0, 0, None, frozenset())
