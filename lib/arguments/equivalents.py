@@ -36,7 +36,7 @@ _NOWHERE = {
     **_all("attention_mask pad_token_id padding", "leave it out: prompts have any lengths, and none is padded"),
     **_all("cache_implementation past_key_values use_cache", "leave it out: keys and values are kept in pages"),
     **_all("return_dict_in_generate", "leave it out: a weft.Completion has text, token_ids and logprobs"),
-    **_all("detokenize skip_special_tokens", "leave it out: text has no special tokens; token_ids has all"),
+    **_all("skip_special_tokens", "leave it out: text has no special tokens; token_ids has all"),
     **_all("tokenizer tokenizer_mode", "leave it out: weft.load reads the folder's tokenizer.json"),
     **_all("trust_remote_code", "leave it out: weft runs no code of a checkpoint"),
     **_all("data_parallel_size tensor_parallel_size tp_size", "nothing like it: pipeline=... splits the layers"),

@@ -39,8 +39,8 @@ def test_the_defaults_are_vllms_and_use_nothing() -> None:
     assert attrs.asdict(params) == {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None, "bad_token_ids": (), "min_tokens": 0,
-        "stop_token_ids": (), "stop": (), "ignore_eos": False, "seed": None, "logprobs": None, "prompt_logprobs": None,
-        "n": 1,
+        "stop_token_ids": (), "stop": (), "ignore_eos": False, "detokenize": True, "seed": None, "logprobs": None,
+        "prompt_logprobs": None, "n": 1,
     }  # fmt: skip
     assert features(params) == 0
     assert repr(params) == "SamplingParams()"
@@ -61,6 +61,7 @@ REFUSED: dict[str, Any] = {
     "stop_token_ids": ((-2,), 7, "ab"),
     "stop": ("", ("a", ""), 5, (1,)),
     "ignore_eos": (1, None, "yes"),
+    "detokenize": (1, None, "no"),
     "seed": (1.0, "1", 2**63, -(2**63) - 1, True),
     "logprobs": (-1, 1.0, True),
     "prompt_logprobs": (-1, 1.0),
