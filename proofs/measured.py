@@ -278,10 +278,29 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
         yield record.row(f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine)
 
 
+def client_rows() -> Iterator[tuple[str, ...]]:
+    """Other people's clients against `weft serve`, on a CPU."""
+    machine = "a CPU, 2 cores that others used too"
+    record = read("cpu-http-vllm-bench")
+    for row in record.data["rows"]:
+        lengths = f"{row['input_len']} in, {row['output_len']} out"
+        api = "chats" if row["backend"] == "openai-chat" else "completions"
+        what = f"`vllm bench serve`, {row['model']}: {row['requests']} {api} at {row['rate']} a second, {lengths}"
+        times = ", ".join(f"{name.upper()} {row[name]['p50']:.0f}" for name in ("ttft", "tpot", "itl"))
+        figure = f"{times} ms; {row['output_tokens_per_s']:,.0f} tokens/s"
+        yield record.row(what, figure, f"{row['failed']} failed", machine)
+    record = read("cpu-accuracy-http")
+    for row in record.data["rows"]:
+        what = f"`lm_eval --model {row['api']}`, {record.data['model']}: `{row['task']}`, {row['mode']}"
+        more = f", log-likelihoods within {row['largest_difference']:.0e}" if "largest_difference" in row else ""
+        against = f"{row['same']} of {row['questions']} answers as of mode none{more}"
+        yield record.row(what, f"{row['value']:.3f} ± {row['stderr']:.3f}", against, machine)
+
+
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
     served = serving_rows, prompt_rows, change_rows, equality_rows, step_rows
-    for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows):
+    for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, client_rows):
         yield from rows()
 
 

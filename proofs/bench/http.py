@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from weft.display.plots import GREY, new_axes
+from weft.errors import MissingPackageError
 from weft.proofs.bench.http_client import Load, drive
 from weft.proofs.bench.server_process import serving
 from weft.proofs.environment import environment
@@ -141,6 +142,18 @@ def draw_latency(records: Sequence[dict[str, Any]], title: str) -> Any:
     return figure
 
 
+def draw_record(file: Path) -> None:
+    """Draw a record, as an SVG beside it.
+
+    Raises:
+        MissingPackageError: there is no matplotlib.
+    """
+    record = json.loads(file.read_text())
+    gpu, lengths = record["environment"]["gpu"], f"{record['input_len']} tokens in, {record['output_len']} out"
+    title = f"weft serve, {'a CPU' if gpu == 'none' else gpu}: {lengths}; milliseconds"
+    draw_latency(record["models"], title).savefig(file.with_suffix(".svg"), bbox_inches="tight")
+
+
 def _rate(text: str) -> float:
     rate = float(text)
     if not rate > 0:
@@ -169,7 +182,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is a GPU)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a folder for the record and the picture")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the record that a run has written")
     given = parser.parse_args(argv)
+    if given.draw is not None:
+        draw_record(given.draw)
+        return
     if bool(given.url) == bool(given.presets or given.models):
         parser.error("name --presets or --models, or a --url")
     if given.out is not None:
@@ -188,9 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         lengths = {"input_len": given.input_len, "output_len": given.output_len, "concurrency": given.concurrency}
         text = json.dumps({**lengths, "models": records, "environment": where}, indent=1)
         (given.out / "http.json").write_text(text + "\n")
-        machine = "a CPU" if where["gpu"] == "none" else where["gpu"]
-        title = f"weft serve, {machine}: {given.input_len} tokens in, {given.output_len} out; milliseconds"
-        draw_latency(records, title).savefig(given.out / "http.svg", bbox_inches="tight")
+        try:
+            draw_record(given.out / "http.json")
+        except MissingPackageError as error:
+            print(f"{error}\nThe record is written: draw it elsewhere, by --draw")
     sys.exit(any(row["failed"] or row["wrong_lengths"] for record in records for row in record["rows"]))
 
 

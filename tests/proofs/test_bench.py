@@ -1,5 +1,6 @@
 """The benchmarks run on the tape, with small numbers."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -7,10 +8,13 @@ import pytest
 
 from weft.ops.tiles import Tile
 from weft.proofs.bench import (
+    accuracy_http,
     attention,
     changed_models,
     decode_modes,
     graphify_overhead,
+    http,
+    http_client,
     kernels,
     ladder_capture,
     sampling,
@@ -132,3 +136,54 @@ def test_the_best_tiles_of_both_products_fit_together() -> None:
     assert list(best(seen, 4.0).values()) == [sorted_half]  # 3 + 2 + 4 < 3 + 1 + 2 * 4
     linear = Product("linear", 64, 5, 5, QWEN3_0_6B)
     assert best([Timed(linear, None, 1.0), Timed(linear, half, 2.0)], 0.0) == {linear.key: None}
+
+
+@pytest.mark.slow
+def test_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn")
+    few = ("--models", "demo", "--device", "cpu", "--graph", "none", "--rates", "50", "inf", "--num-prompts", "6")
+    sizes = ("--concurrency", "4", "--input-len", "3", "--output-len", "9", "--repeats", "1")
+    with pytest.raises(SystemExit) as ended:
+        http.main([*few, *sizes, "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    [record] = json.loads((tmp_path / "http.json").read_text())["models"]
+    assert [(row["rate"], row["completed"], row["failed"], row["wrong_lengths"]) for row in record["rows"]] == [
+        (50.0, 6, 0, 0),
+        ("inf", 6, 0, 0),
+    ]
+    assert all(row["output_tokens_per_s"] > 0 and row["ttft"]["p50"] > 0 for row in record["rows"])
+    assert record["alone"][0]["output_tokens"] == 54
+    assert record["ratio"] > 0
+    assert "demo, alone, p50" in (tmp_path / "http.svg").read_text()
+    assert "without HTTP" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_client_counts_events_in_any_pieces() -> None:
+    raw = b"HTTP/1.1 200 OK\r\n\r\n" + b'data: {"choices":[{}]}\n\n' * 3
+    raw += b'data: {"usage":{"completion_tokens":7}}\n\ndata: [DONE]\n\n'
+
+    class Transport:
+        def write(self, _: bytes) -> None: ...
+
+        def close(self) -> None: ...
+
+    for size in (1, 3, 7, 8, 1000):
+        loop = asyncio.new_event_loop()
+        answer = http_client.Answer(0.0)
+        client = http_client._Client(b"", answer, loop.create_future())
+        client.connection_made(Transport())  # type: ignore[arg-type]
+        for place in range(0, len(raw), size):
+            client.data_received(raw[place : place + size])
+        assert (len(answer.times), answer.num_tokens) == (4, 7)
+        loop.close()
+
+
+def test_the_tasks_have_one_right_answer() -> None:
+    for name, found in accuracy_http.questions().items():
+        assert len(found) == {"sums": 200, "sums_choice": 60}.get(name, 48)
+        for own in found:
+            assert len(set(own["choices"])) == 4
+            assert own["choices"][own["place"]] == own["answer"]
+            if name.startswith("sums"):
+                a, b = own["text"].removesuffix(" =").split(" + ")
+                assert int(a) + int(b) == int(own["answer"])

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from weft.errors import RequestError
 from weft.sampling import SamplingParams
+from weft.stages.model import DEMO, load
 from weft.transforms.engine.completion import CompletionState, Detokenizer, special_ids
 from weft.transforms.engine.executor import StepResult
+from weft.transforms.engine.generate import generate
 from weft.transforms.engine.requests import Request
 
 TEXTS = ("สวัสดีครับ ผม", "👩‍👩‍👧‍👦👍🏽", "the thé naïve", " a  b\n", "☂")
@@ -147,3 +150,12 @@ def test_stop_texts_end_a_request_at_the_first_token_that_completes_one(text: st
             continue
         starts = (ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop))
         assert (shown[-1], len(shown) - 2) == (text[: min(starts)], ends[0])
+
+
+def test_a_request_without_texts_has_the_same_tokens() -> None:
+    model = load(DEMO, "cpu", "float32")
+    [plain] = generate(model, ["The function"], max_tokens=9)
+    [bare] = generate(model, ["The function"], sampling=SamplingParams(temperature=0.0, detokenize=False), max_tokens=9)
+    assert (bare.token_ids, bare.text, bare.text_offsets) == (plain.token_ids, None, None)
+    with pytest.raises(RequestError, match=r"detokenize=False and stop=\('t',\)\n  instead: detokenize=True"):
+        SamplingParams(stop="t", detokenize=False)
