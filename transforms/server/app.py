@@ -21,7 +21,7 @@ from weft import __version__
 from weft.errors import WeftError
 from weft.stages.chat import ChatTemplate
 from weft.transforms.server.answers import Part, Writer
-from weft.transforms.server.bodies import ServerLimits, read_body, unless_gone
+from weft.transforms.server.bodies import ServerLimits, check_lists, read_body, unless_gone
 from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
@@ -43,6 +43,7 @@ from weft.transforms.server.vocabulary import Vocabulary
 _LONG_TEXT = 2000
 """Characters from which on a text is encoded beside the event loop."""
 _RETRY_SECONDS = 1
+_TOO_LONG = {"param": "max_tokens", "code": "context_length_exceeded"}
 _MOST_COMPILING = 64
 """Requests whose grammars may wait to be compiled."""
 _LOG = logging.getLogger("weft.server")
@@ -176,16 +177,30 @@ class Server:
         raise Refusal(404, seen, param="model", code="model_not_found")
 
     async def _encode(self, text: str, special: bool = True) -> list[int]:
-        if not special and self.model.tokenizer is not None:
-            return list(self.model.tokenizer.encode(text, add_special_tokens=False).ids)
-        return await asyncio.to_thread(self.model.encode, text) if len(text) > _LONG_TEXT else self.model.encode(text)
+        self._check_length(text)
+        tokenizer = self.model.tokenizer
+
+        def encode() -> list[int]:
+            if special or tokenizer is None:
+                return self.model.encode(text)
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        return await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode()
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit, before it is encoded, which would keep others waiting."""
+        longest = 1 if self.vocabulary is None else self.vocabulary.longest
+        if len(text) > self.max_model_len * longest:
+            seen = f"This model's maximum context length is {self.max_model_len} tokens. However, you requested"
+            raise Refusal(400, f"{seen} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG)
 
     async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         if self.model.chat_template is None or self.model.tokenizer is None:
             lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
             seen = f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve --chat-template"
             raise Refusal(400, seen, param="messages", code="no_chat_template")
-        return await asyncio.to_thread(self.model.encode_chat, texts_of(messages), **variables)
+        text = await asyncio.to_thread(self.model.chat_template.render, texts_of(messages), **variables)
+        return await self._encode(text, special=False)
 
     async def _asked(
         self,
@@ -197,8 +212,7 @@ class Server:
         prompt_logprobs: int | None,
     ) -> Asked:
         """A checked request."""
-        if body.n > self.limits.max_n:
-            raise Refusal(400, f"n={body.n}; at most {self.limits.max_n}", param="n")
+        check_lists(body, self.limits, self.model.config.vocab_size)
         adapter, limit = self._adapter(body.model), self.max_model_len
         longest = max(map(len, prompts))
         if max_tokens is not None and max_tokens < 1:
@@ -206,7 +220,7 @@ class Server:
         if longest + (max_tokens or 1) > limit:
             wanted = f", and {max_tokens} for the completion" if max_tokens else ""
             seen = f"This model's maximum context length is {limit} tokens. However, you requested {longest} tokens in "
-            raise Refusal(400, f"{seen}the prompt{wanted}.", param="max_tokens", code="context_length_exceeded")
+            raise Refusal(400, f"{seen}the prompt{wanted}.", **_TOO_LONG)
         count = body.n * len(prompts)
         if count > self.host.max_open:
             seen = (

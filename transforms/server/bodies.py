@@ -9,10 +9,11 @@ import attrs
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from weft.transforms.server.protocol import checked
+from weft.transforms.server.protocol import Sampled, checked
 from weft.transforms.server.refusals import Refusal
 
 T = TypeVar("T")
+_LARGE = 2**16
 MAX_DEPTH = 128
 """The most lists and objects within each other. Far beneath Python's own limit, which other code would meet first."""
 
@@ -25,6 +26,7 @@ class ServerLimits:
         max_body: bytes of a body.
         max_n: completions of a prompt.
         max_prompts: prompts of a request.
+        max_stops: stop texts of a request, all of which are looked for at each token.
         timeout: seconds from a request's body until its last token; None: no limit.
         body_timeout: seconds in which a body must come.
     """
@@ -32,6 +34,7 @@ class ServerLimits:
     max_body: int = 4 * 2**20
     max_n: int = 128
     max_prompts: int = 256
+    max_stops: int = 128
     timeout: float | None = None
     body_timeout: float = 30.0
 
@@ -48,6 +51,12 @@ async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel
     except TimeoutError:
         seen = f"the body did not come within {limits.body_timeout:g} s"
         raise Refusal(408, seen, code="body_timeout") from None
+    if len(raw) > _LARGE:  # other requests go on meanwhile
+        return await asyncio.to_thread(_parsed, raw, kind)
+    return _parsed(raw, kind)
+
+
+def _parsed(raw: bytes, kind: type[BaseModel]) -> Any:
     try:
         given = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -61,6 +70,22 @@ async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:200]
         raise Refusal(400, f"{place or 'the body'}: {first['msg']}", param=place or None) from None
+
+
+def check_lists(body: Sampled, limits: ServerLimits, vocab_size: int) -> None:
+    """Refuse more completions or longer lists than may be: each costs time at each token.
+
+    Raises:
+        Refusal: 400, with the field.
+    """
+    if body.n > limits.max_n:
+        raise Refusal(400, f"n={body.n}; at most {limits.max_n}", param="n")
+    stops = body.stop if isinstance(body.stop, list) else []
+    if len(stops) > limits.max_stops:
+        raise Refusal(400, f"{len(stops)} stop texts; at most {limits.max_stops}", param="stop")
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        if len(getattr(body, name) or ()) > vocab_size:
+            raise Refusal(400, f"more of {name} than the model has tokens", param=name)
 
 
 async def _read_bytes(request: Request, most: int) -> bytes:

@@ -45,6 +45,11 @@ class Vocabulary:
         kinds = _kinds(json.loads(self.tokenizer.to_str()).get("decoder"))
         return "byte_level" if "ByteLevel" in kinds else "byte_fallback" if "ByteFallback" in kinds else "raw"
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """The most characters that a token stands for; a longer text has more tokens than one."""
+        return max(len(self.written(token)) for token in range(self.size))
+
     def text(self, token: int) -> str:
         """The token as text, with U+FFFD for bytes that are no character by themselves."""
         if token not in self._texts:

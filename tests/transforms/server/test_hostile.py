@@ -114,6 +114,35 @@ def test_more_completions_than_ever_fit(model: Model) -> None:
         assert "2 prompts with n=4 are 8 completions; at most 7 at once" in found.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"stop": ["a"] * 129}, "stop", "129 stop texts; at most 128"),
+        (
+            {"logit_bias": {str(token): 1 for token in range(300)}},
+            "logit_bias",
+            "more of logit_bias than",
+        ),
+        ({"stop_token_ids": [5] * 300}, "stop_token_ids", "more of stop_token_ids than the model has tokens"),
+        ({"allowed_token_ids": [5] * 300}, "allowed_token_ids", "more of allowed_token_ids than the model has tokens"),
+    ],
+    ids=["stops", "biases", "stop tokens", "allowed tokens"],
+)
+def test_lists_that_cost_time_at_each_token(server: Served, body: Any, param: str, words: str) -> None:
+    error = ask(server, {**BODY, **body}).json()["error"]
+    assert (error["param"], words in error["message"]) == (param, True)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_text_that_cannot_fit_is_not_encoded(server: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "encode", lambda *_: pytest.fail("it was encoded"))
+    text = "a" * 3_000_000
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    error = ask(server, body, path).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "This model's maximum context length is 128 tokens. However, you requested at least" in error["message"]
+
+
 def test_metrics_are_served_while_the_server_drains(model: Model) -> None:
     with served(model) as server:
         server.host.refuse_requests()
