@@ -25,6 +25,7 @@ LOOK_DOWN = {"weft", "weft.__main__"}
 OPTIONAL = {
     "triton",
     "flashinfer",
+    "gguf",
     "transformers",
     "peft",
     "hypothesis",
