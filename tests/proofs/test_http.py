@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from weft.proofs import http_fuzz, http_load
-from weft.proofs.http_attacks import attacks
-from weft.proofs.http_catalogue import Said, said
-from weft.proofs.http_fuzz import fuzz, perform, problem_of
-from weft.proofs.http_process import Answer, read_answers
-from weft.proofs.http_sockets import Attack
+from weft.proofs.http import fuzz as http_fuzz, load as http_load
+from weft.proofs.http.attacks import attacks
+from weft.proofs.http.catalogue import Said, said
+from weft.proofs.http.fuzz import fuzz, perform, problem_of
+from weft.proofs.http.process import Answer, read_answers
+from weft.proofs.http.sockets import Attack
 
 pytest.importorskip("uvicorn")
 JSON = {"content-type": "application/json"}

@@ -16,7 +16,7 @@ from weft.stages.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.server.bodies import ServerLimits
-from weft.transforms.server.grammars import mask_maker
+from weft.transforms.server.grammars.masks import mask_maker
 from weft.transforms.server.host import EngineHost, Host
 from weft.transforms.server.remote import RemoteHost, Unpacker, pack, run_engine
 
@@ -51,7 +51,7 @@ def serve_clients(host: Host, settings: Settings) -> None:
     """Answer clients until a signal, or until the engine's process has gone."""
     from weft.transforms.server.app import Server
     from weft.transforms.server.browsers import is_loopback
-    from weft.transforms.server.grammars import grammar_compiler
+    from weft.transforms.server.grammars.masks import grammar_compiler
     from weft.transforms.server.listening import listen
 
     server = Server(

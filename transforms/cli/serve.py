@@ -63,7 +63,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
     from weft.transforms.cli.http_process import HttpProcess, Settings
     from weft.transforms.server.bodies import ServerLimits
     from weft.transforms.server.commands import follow
-    from weft.transforms.server.grammars import mask_maker
+    from weft.transforms.server.grammars.masks import mask_maker
     from weft.transforms.server.host import max_model_len
 
     http = HttpProcess() if here.first else None

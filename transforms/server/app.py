@@ -25,7 +25,7 @@ from weft.transforms.server.bodies import ServerLimits, check_lists, read_body, 
 from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
-from weft.transforms.server.grammars import CompileGrammar
+from weft.transforms.server.grammars.masks import CompileGrammar
 from weft.transforms.server.host import ClosedError, Host
 from weft.transforms.server.metrics import Metrics
 from weft.transforms.server.protocol import (

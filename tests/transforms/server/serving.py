@@ -16,7 +16,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.server.app import Server
 from weft.transforms.server.bodies import ServerLimits
-from weft.transforms.server.grammars import grammar_compiler, mask_maker
+from weft.transforms.server.grammars.masks import grammar_compiler, mask_maker
 from weft.transforms.server.host import EngineHost, Host, max_model_len
 from weft.transforms.server.remote import RemoteHost, run_engine
 

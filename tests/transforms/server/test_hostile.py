@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from serving import Served, served
 
-from weft.proofs.http_process import read_answers, request_bytes
+from weft.proofs.http.process import read_answers, request_bytes
 from weft.stages.model import Model
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.server import app, listening

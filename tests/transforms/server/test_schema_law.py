@@ -15,10 +15,10 @@ from hypothesis import Phase, event, given, settings, strategies as st
 
 from weft.errors import RequestError
 from weft.stages.model import DEMO, Model, load
-from weft.transforms.server import compiling, grammars as grammars_module, schemas
-from weft.transforms.server.compiling import GrammarLimits, Tokens
-from weft.transforms.server.grammars import Grammars, Masks
-from weft.transforms.server.patterns import rewrite
+from weft.transforms.server.grammars import compiling, masks as masks_module, schemas
+from weft.transforms.server.grammars.compiling import GrammarLimits, Tokens
+from weft.transforms.server.grammars.masks import Grammars, Masks
+from weft.transforms.server.grammars.patterns import rewrite
 from weft.transforms.server.vocabulary import Vocabulary
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -113,8 +113,8 @@ def test_the_law_catches_patterns_that_are_not_escaped(walker: Walker, monkeypat
 
 
 def test_the_law_catches_a_mask_that_is_one_token_late(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = grammars_module._GrammarMask.__call__
-    monkeypatch.setattr(grammars_module._GrammarMask, "__call__", lambda self, tokens: call(self, tokens[:-1]))
+    call = masks_module._GrammarMask.__call__
+    monkeypatch.setattr(masks_module._GrammarMask, "__call__", lambda self, tokens: call(self, tokens[:-1]))
     breaks(walker, kept_schemas())
 
 

@@ -1,8 +1,8 @@
 """Hostile requests in numbers: `weft serve` answers each in OpenAI's form or closes it, and is afterwards as before.
 
-    python -m weft.proofs.http_fuzz --cases 5000 --seed 0 --out proofs/results
+    python -m weft.proofs.http.fuzz --cases 5000 --seed 0 --out proofs/results
 
-Starts `weft serve demo`, attacks it (`weft.proofs.http_attacks`), and checks that it lives, answers a known request by
+Starts `weft serve demo`, attacks it (`weft.proofs.http.attacks`), and checks that it lives, answers a known request by
 bits as before, holds no page, file, thread or memory more, and wrote no traceback. It exits with 1 otherwise.
 """
 
@@ -27,9 +27,9 @@ import h11
 from tqdm.auto import tqdm
 
 from weft.proofs.environment import environment
-from weft.proofs.http_attacks import attacks
-from weft.proofs.http_process import Answer, ServerProcess, connect, get, post, read_answers, serving
-from weft.proofs.http_sockets import MAX_BODY, MAX_N, Attack
+from weft.proofs.http.attacks import attacks
+from weft.proofs.http.process import Answer, ServerProcess, connect, get, post, read_answers, serving
+from weft.proofs.http.sockets import MAX_BODY, MAX_N, Attack
 
 _FLAGS = (
     *("--max-num-seqs", "8", "--max-waiting", "48", "--max-body", str(MAX_BODY), "--max-n", str(MAX_N)),

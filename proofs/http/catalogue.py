@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from weft.proofs.http_process import Answer
+from weft.proofs.http.process import Answer
 
 _WORDS = [
     "the",

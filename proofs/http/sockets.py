@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from weft.proofs.http_process import request_bytes
+from weft.proofs.http.process import request_bytes
 
 MAX_BODY, MAX_N = 65_536, 16
 """The limits of the server under attack."""

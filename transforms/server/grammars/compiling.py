@@ -226,8 +226,8 @@ def source_of(call: str, form: Mapping[str, Any]) -> tuple[str, str]:
     Raises:
         RequestError: it has none, or one that XGrammar would not keep to.
     """
-    from weft.transforms.server.patterns import rewrite
-    from weft.transforms.server.schemas import rewrite_schema
+    from weft.transforms.server.grammars.patterns import rewrite
+    from weft.transforms.server.grammars.schemas import rewrite_schema
 
     kind = str(form["type"])
     if kind == "json_object":

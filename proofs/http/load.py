@@ -1,6 +1,6 @@
 """A mixed load on `weft serve`: nothing is lost, and each completion is the one that it is alone.
 
-    python -m weft.proofs.http_load --minutes 30 --out proofs/results
+    python -m weft.proofs.http.load --minutes 30 --out proofs/results
 
 Clients of all kinds at once, on a server so small that requests are preempted and refused: streams, whole answers,
 chats, structured answers, several completions, logprobs, slow readers, clients that go, and malformed requests. The
@@ -27,10 +27,10 @@ from typing import Any
 import attrs
 
 from weft.proofs.environment import environment
-from weft.proofs.http_attacks import attacks
-from weft.proofs.http_catalogue import Asked, Said, catalogue, said
-from weft.proofs.http_fuzz import TEMPLATE, perform, problem_of, settled
-from weft.proofs.http_process import ServerProcess, connect, post, read_answers, request_bytes, serving
+from weft.proofs.http.attacks import attacks
+from weft.proofs.http.catalogue import Asked, Said, catalogue, said
+from weft.proofs.http.fuzz import TEMPLATE, perform, problem_of, settled
+from weft.proofs.http.process import ServerProcess, connect, post, read_answers, request_bytes, serving
 
 _FLAGS = (
     *("--max-num-seqs", "6", "--max-waiting", "8", "--max-num-tokens", "64", "--max-model-len", "256"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import RequestError
-from weft.transforms.server.patterns import rewrite
+from weft.transforms.server.grammars.patterns import rewrite
 
 _NOTES = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"),

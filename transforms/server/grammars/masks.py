@@ -20,7 +20,7 @@ from weft.errors import RequestError
 from weft.stages.model import Model
 from weft.transforms.engine.masks import Mask
 from weft.transforms.server.commands import MakeMask
-from weft.transforms.server.compiling import Compiler, GrammarLimits, Tokens, source_of
+from weft.transforms.server.grammars.compiling import Compiler, GrammarLimits, Tokens, source_of
 from weft.transforms.server.vocabulary import Vocabulary
 
 _KEPT = 32 * 2**20

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from weft.proofs.http_sockets import (
+from weft.proofs.http.sockets import (
     CHAT,
     MAX_N,
     ROUTES,

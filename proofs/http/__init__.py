@@ -1,0 +1,1 @@
+"""Hostile clients and a mixed load on a real `weft serve`."""
