@@ -152,9 +152,12 @@ class Server:
         raise Refusal(404, seen, param="model", code="model_not_found")
 
     async def _encode(self, text: str, special: bool = True) -> list[int]:
-        if not special and self.model.tokenizer is not None:
+        def encode() -> list[int]:
+            if special or self.model.tokenizer is None:
+                return self.model.encode(text)
             return list(self.model.tokenizer.encode(text, add_special_tokens=False).ids)
-        return await asyncio.to_thread(self.model.encode, text) if len(text) > _LONG_TEXT else self.model.encode(text)
+
+        return await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode()
 
     async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         if self.chat_template is None or self.model.tokenizer is None:
