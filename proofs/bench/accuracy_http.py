@@ -102,7 +102,8 @@ def evaluate(command: str, tasks: Path, model: str, arguments: str, names: Seque
         if ended.returncode:
             raise RuntimeError(f"{' '.join(words)}\n{ended.stderr[-3000:]}")
         (written,) = Path(out).rglob("results_*.json")
-        results, found = json.loads(written.read_text())["results"], dict[str, Any]()
+        raw, found = json.loads(written.read_text()), dict[str, Any]()
+        results = raw["results"]
         for name in names:
             (file,) = written.parent.glob(f"samples_{name}_[0-9]*.jsonl")
             samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda own: own["doc_id"])
@@ -112,6 +113,7 @@ def evaluate(command: str, tasks: Path, model: str, arguments: str, names: Seque
                 "value": results[name][metric],
                 "stderr": results[name][f"{before}_stderr,{rest}"],
                 "answers": [_answer(own) for own in samples],
+                "lm_eval": raw["lm_eval_version"],
             }
     return found
 
@@ -156,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="questions of each task (all)")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
-    version = subprocess.run([given.lm_eval, "--version"], capture_output=True, text=True).stdout.strip()
     more = [] if given.limit is None else ["--limit", str(given.limit)]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     flags = ["--dtype", "float32", "--device", given.device, "--served-model-name", "served", "--max-num-seqs", "8"]
@@ -186,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(*table, sep="\n")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
+        version = found["transformers", "hf"][CHOICES[0]]["lm_eval"]
         record = {"model": Path(given.model).name, "lm_eval": version, "rows": table}
         text = json.dumps({**record, "environment": environment(given.device)}, indent=1)
         (given.out / "accuracy_http.json").write_text(text + "\n")

@@ -12,6 +12,8 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 from serving import Served, served
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -214,3 +216,14 @@ def test_a_choice_has_what_its_output_has() -> None:
     add = Add(prompt=[1], sampling=SamplingParams(detokenize=False), max_tokens=9)
     part = choice.add(Progress(add, 0, 0, None, frozenset()).add([("x", 0, [5, 6], None, "stop", {})]))
     assert (part.text, part.start, part.stop, choice.finish_reason) == ("", 0, 2, "stop")
+
+
+def test_tokens_without_special_ones_as_vllm_bench_serve_asks_for_them(model: Model) -> None:
+    assert model.tokenizer is not None
+    tokenizer = Tokenizer.from_str(model.tokenizer.to_str())
+    tokenizer.post_processor = TemplateProcessing(single="a $A", special_tokens=[("a", model.encode("a")[0])])
+    with served(attrs.evolve(model, tokenizer=tokenizer)) as found:
+        for special, text in ((True, "aThe"), (False, "The")):
+            body = {"model": "demo", "prompt": "The", "add_special_tokens": special}
+            tokens = httpx.post(f"{found.url}/tokenize", json=body).json()["tokens"]
+            assert model.decode(tokens) == text
