@@ -29,7 +29,8 @@ def run(options: Generate) -> int:
     read_config(options)
     completed = in_ranks(_complete, options, options)
     if options.json:
-        print("\n".join(write_json(attrs.asdict(completion)) for _, completion in completed))
+        without_times = attrs.filters.exclude(attrs.fields(Completion).times)  # those of this process's clock
+        print("\n".join(write_json(attrs.asdict(own, filter=without_times)) for _, own in completed))
     else:
         show(_shown(completed))
     failed = [completion.error for _, completion in completed if completion.error is not None]
