@@ -35,12 +35,16 @@ class ServerProcess:
     log: Path
 
     def held(self) -> dict[str, int]:
-        """Its resident memory in bytes, its open files and its threads; nothing where there is no /proc."""
-        folder = Path(f"/proc/{self.process.pid}")
+        """The resident memory in bytes, open files and threads of the engine's process and of the one that answers;
+        nothing where there is no /proc. The process that compiles grammars has limits of its own, and is replaced."""
+        found = dict.fromkeys(("memory", "files", "threads"), 0)
         try:
-            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-            memory, threads = int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"])
-            return {"memory": memory, "files": len(os.listdir(folder / "fd")), "threads": threads}
+            for folder in (Path(f"/proc/{self.process.pid}"), *_answering(self.process.pid)):
+                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                found["memory"] += int(status["VmRSS"].split()[0]) * 1024
+                found["files"] += len(os.listdir(folder / "fd"))
+                found["threads"] += int(status["Threads"])
+            return found
         except (OSError, KeyError):
             return {}
 
@@ -67,6 +71,13 @@ class ServerProcess:
         """Send SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
+
+
+def _answering(parent: int) -> list[Path]:
+    """The folder in /proc of the process that answers clients for this one."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    folders = [Path(f"/proc/{child}") for child in children]
+    return [folder for folder in folders if b"http_process" in (folder / "cmdline").read_bytes()]
 
 
 @contextlib.contextmanager
