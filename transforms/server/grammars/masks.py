@@ -23,7 +23,7 @@ from weft.transforms.server.commands import MakeMask
 from weft.transforms.server.grammars.compiling import Compiler, GrammarLimits, Tokens, source_of
 from weft.transforms.server.vocabulary import Vocabulary
 
-_KEPT = 32 * 2**20
+_KEPT = 16 * 2**20
 """Bytes of the grammars that are kept although no request has them."""
 CompileGrammar = Callable[[Mapping[str, Any]], str]
 """Compiles a `response_format`, as a text for `Masks`."""
