@@ -108,6 +108,9 @@ class HttpProcess:
                 self._socket.sendall(pack(attrs.evolve(settings, model=bare)))
             fault = run_engine(self._socket, engine, make_mask, num_ranks=num_ranks)
             code = process.wait()
+        if code < 0:
+            print(f"error: the process that answers clients was ended by signal {-code}", file=sys.stderr)
+            code = 1
         return _exit_code(None if fault is None else f"{type(fault).__name__}: {fault}") or code
 
     def close(self) -> None:

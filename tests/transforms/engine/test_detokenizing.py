@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, load
 from weft.transforms.engine.completion import CompletionState, Detokenizer, special_ids
@@ -157,5 +156,3 @@ def test_a_request_without_texts_has_the_same_tokens() -> None:
     [plain] = generate(model, ["The function"], max_tokens=9)
     [bare] = generate(model, ["The function"], sampling=SamplingParams(temperature=0.0, detokenize=False), max_tokens=9)
     assert (bare.token_ids, bare.text, bare.text_offsets) == (plain.token_ids, None, None)
-    with pytest.raises(RequestError, match=r"detokenize=False and stop=\('t',\)\n  instead: detokenize=True"):
-        SamplingParams(stop="t", detokenize=False)

@@ -40,7 +40,11 @@ class Walker:
     def walk(self, schema: Any, seed: int, most: int = 300) -> str | None:
         """The text of a walk; None: it did not end."""
         source = compiling.source_of("call", {"type": "json_schema", "json_schema": {"schema": schema}})
-        mask = self.masks.mask(compiling.compile_with(self.compiler, *source).serialize_json())
+        try:
+            compiled = compiling.compile_with(self.compiler, *source)
+        except RuntimeError as error:  # as in the process that compiles
+            raise RequestError("call", f"{error}", "one that XGrammar compiles") from error
+        mask = self.masks.mask(compiled.serialize_json())
         drawn, tokens = random.Random(seed), list[int]()
         for _ in range(most):
             bits = mask(tokens).numpy()
