@@ -1,5 +1,6 @@
 """`SamplingParams`: how a request's tokens are sampled and what ends it, checked on the host."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ from weft.arguments.checks import is_int, is_number, names_arguments
 from weft.arguments.equivalents import SAMPLING
 from weft.errors import RequestError
 
+_HALVES = re.compile("[\ud800-\udfff]")
 _LARGEST = 1e30
 _LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
 _MOST_COMPLETIONS = 10_000
@@ -189,6 +191,11 @@ class SamplingParams:
         return None
 
 
+def is_text(value: Any) -> bool:
+    """Whether this is a text of whole characters: half of a surrogate pair is none."""
+    return isinstance(value, str) and _HALVES.search(value) is None
+
+
 def _is_count(value: Any) -> bool:
     return is_int(value, 0, _MOST_TOKENS - 1)
 
@@ -205,7 +212,7 @@ def _are_biases(value: Any) -> bool:
 
 _TOKENS = "a list of token ids"
 _LOGPROBS = (lambda x: x is None or _is_count(x) or is_int(x, -1, -1), "a whole number >= 0, -1 for all, or None")
-_TEXTS = (lambda x: isinstance(x, tuple) and all(isinstance(s, str) and s for s in x), "texts that are not empty")
+_TEXTS = (lambda x: isinstance(x, tuple) and all(is_text(s) and s for s in x), "texts that are not empty")
 _BOOL = (lambda x: isinstance(x, bool), "True or False")
 _PENALTY = (lambda x: is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
 _CHECKS: dict[str, tuple[Any, str]] = {

@@ -83,7 +83,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
             name=name,
             adapters=[each for each, _ in options.adapter],
             chat_template=_template(options, engine.model),
-            api_key=options.api_key or os.environ.get("WEFT_API_KEY"),
+            api_key=_api_key(options),
             limits=ServerLimits(max_body=options.max_body, max_n=options.max_n, timeout=options.request_timeout),
             address=options.host,
             port=options.port,
@@ -114,6 +114,15 @@ def _engine(here: Here, options: Serve) -> Engine:
         adapters={each: load_adapter(model, folder) for each, folder in options.adapter},
         speculation=open_drafts(options, here),
     )
+
+
+def _api_key(options: Serve) -> str | None:
+    given, name = options.api_key, "--api-key ''"
+    if given is None:
+        given, name = os.environ.get("WEFT_API_KEY"), "WEFT_API_KEY="
+    if given == "":
+        options.refuse(name, "an empty key", "a key; or none at all, and anybody is answered")
+    return given
 
 
 def _template(options: Serve, model: Model) -> ChatTemplate | None:

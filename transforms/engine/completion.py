@@ -320,4 +320,8 @@ class CompletionState:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest beginning of `stop` that `text` ends with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    tail = text[max(len(text) - len(stop) + 1, 0) :]
+    start = tail.find(stop[0])
+    while start >= 0 and not stop.startswith(tail[start:]):
+        start = tail.find(stop[0], start + 1)
+    return len(tail) - start if start >= 0 else 0

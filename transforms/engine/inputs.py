@@ -9,14 +9,14 @@ import attrs
 from weft.arguments.checks import COUNT, Rule, check_values, is_int
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
+from weft.sampling import SamplingParams, is_text
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
 from weft.transforms.engine.masks import Mask, blamed, without_bad_words
 from weft.transforms.engine.prompts import EmbedsPrompt, check_extras, read_content, with_token_extras
 from weft.transforms.engine.requests import Request, request_seed, sample_seeds
 
-_SALT: Rule = (lambda salt: isinstance(salt, str)), "a string"
+_SALT: Rule = is_text, "a string"
 _NO_LOGPROBS: Rule = (lambda wanted: wanted is None), "SamplingParams() without prompt_logprobs: embeddings have none"
 _REQUEST_RULES: dict[str, Rule] = {
     "sampling": (SamplingParams, "weft.SamplingParams(...), or None"),

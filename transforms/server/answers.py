@@ -148,7 +148,7 @@ class Writer:
         content = []
         for token, logprob, top in part.tokens:
             known = {each: logprob if each == token else value for each, value in top.items()}
-            likeliest = sorted(known.items(), key=lambda own: -own[1])[:wanted]
+            likeliest = sorted(known.items(), key=lambda own: -own[1])[: None if wanted < 0 else wanted]
             own = [self._chat_token(*each) for each in likeliest]
             content.append({**self._chat_token(token, logprob), "top_logprobs": own})
         return {"content": content, "refusal": None}

@@ -14,6 +14,8 @@ from weft.transforms.server.refusals import Refusal
 
 T = TypeVar("T")
 _LARGE = 2**16
+MAX_STOP_LEN = 512
+"""Characters of a stop text or of a bad word."""
 MAX_DEPTH = 128
 """The most lists and objects within each other. Far beneath Python's own limit, which other code would meet first."""
 
@@ -26,7 +28,7 @@ class ServerLimits:
         max_body: bytes of a body.
         max_n: completions of a prompt.
         max_prompts: prompts of a request.
-        max_stops: stop texts of a request, all of which are looked for at each token.
+        max_stops: stop texts of a request, all of which are looked for at each token; and bad words.
         timeout: seconds from a request's body until its last token; None: no limit.
         body_timeout: seconds in which a body must come.
     """
@@ -58,11 +60,12 @@ async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel
 
 def _parsed(raw: bytes, kind: type[BaseModel]) -> Any:
     try:
-        given = json.loads(raw, parse_constant=_refuse_constant)
+        text = raw.decode("utf-8-sig")  # of bytes, json.loads takes halves of surrogate pairs too
+        given = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
     _check_depth(given)
-    if b"\\u" in raw:
+    if "\\u" in text:
         _check_characters(given)
     try:
         return checked(kind, given)
@@ -80,9 +83,12 @@ def check_lists(body: Sampled, limits: ServerLimits, vocab_size: int) -> None:
     """
     if body.n > limits.max_n:
         raise Refusal(400, f"n={body.n}; at most {limits.max_n}", param="n")
-    stops = body.stop if isinstance(body.stop, list) else []
-    if len(stops) > limits.max_stops:
-        raise Refusal(400, f"{len(stops)} stop texts; at most {limits.max_stops}", param="stop")
+    for name, what, given in (("stop", "stop texts", body.stop), ("bad_words", "bad words", body.bad_words)):
+        texts = [given] if isinstance(given, str) else given or []
+        if len(texts) > limits.max_stops:
+            raise Refusal(400, f"{len(texts)} {what}; at most {limits.max_stops}", param=name)
+        if (longest := max(map(len, texts), default=0)) > MAX_STOP_LEN:
+            raise Refusal(400, f"{what} of {longest} characters; at most {MAX_STOP_LEN}", param=name)
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         if len(getattr(body, name) or ()) > vocab_size:
             raise Refusal(400, f"more of {name} than the model has tokens", param=name)

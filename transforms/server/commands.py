@@ -13,6 +13,8 @@ from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.masks import Mask
 
+FAULTS = TypeError, ValueError, LookupError
+"""Errors by which a request's own values may break `Engine.add`, before it has changed anything."""
 MakeMask = Callable[[str], Mask]
 """Makes the mask of a request from its compiled grammar."""
 
@@ -107,7 +109,7 @@ def follow(engine: Engine, make_mask: MakeMask) -> None:
     while True:
         commands = engine.transport.share(None)
         for command in commands:
-            with contextlib.suppress(RequestError):  # as on the first rank, which tells the client
+            with contextlib.suppress(RequestError, *FAULTS):  # as on the first rank, which tells the client
                 command.apply(engine, make_mask)
         if any(isinstance(command, Stop) for command in commands):
             return

@@ -51,12 +51,13 @@ class Connection(H11Protocol):
         self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; the clock of a head runs while one is incomplete."""
+        """Take bytes; the clock of a head runs while one is incomplete, and while a body goes on that was answered."""
         try:
             super().data_received(data)
         except h11.LocalProtocolError:  # bytes that are no request, in the middle of an answer
             self.transport.close()
-        if self.conn.their_state is not h11.IDLE:
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is not h11.IDLE and not (is_answered and self.conn.their_state is h11.SEND_BODY):
             _stop(self._head)
             self._head = None
         elif self._head is None and not self.transport.is_closing():

@@ -9,9 +9,10 @@ import attrs
 
 from weft.errors import EngineError, RankError, RequestError
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.masks import blame
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.stats import Stats
-from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, Stop
+from weft.transforms.server.commands import FAULTS, Abort, Add, Ask, Command, MakeMask, Stop
 
 _LOG = logging.getLogger("weft.server")
 Delta = tuple[str, int, list[int], str | None, str | None, dict[str, Any]]
@@ -104,9 +105,11 @@ class EngineLoop:
     def _apply(self, command: Command) -> None:
         try:
             command.apply(self.engine, self._make_mask)
-        except RequestError as error:
+        except (RequestError, *FAULTS) as error:
             if isinstance(command, Add):
-                self._deliver([(command.name, 0, [], None, "error", {"error": error})])
+                self._deliver(
+                    [(command.name, 0, [], None, "error", {"error": blame(error, "a request", "another one")})]
+                )
             return
         if isinstance(command, Ask):
             self._deliver(Told(command.number, self.engine.stats()))

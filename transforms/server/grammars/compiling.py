@@ -23,7 +23,7 @@ from weft.errors import RequestError
 from weft.transforms.server.vocabulary import Vocabulary
 
 _START_SECONDS = 60.0
-_LARGEST = 32 * 2**20
+_LARGEST, _LARGEST_PER_TOKEN = 4 * 2**20, 128
 """Bytes of a compiled grammar, as text."""
 _TRIED_TOKENS, _TRIED_SEEDS = 64, 2
 
@@ -165,8 +165,9 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
                 compiled = compile_with(compiler, kind, source)
                 _try(xgrammar.GrammarMatcher(compiled), info, kind, limits)
                 found = compiled.serialize_json()
-                if len(found) > _LARGEST:
-                    raise _TooLarge(f"a grammar that takes {len(found)} bytes; at most {_LARGEST}")
+                most = _LARGEST + _LARGEST_PER_TOKEN * info.vocab_size
+                if len(found) > most:  # each rank reads it while others wait
+                    raise _TooLarge(f"a grammar that takes {len(found)} bytes; at most {most}")
             except _TooLarge as error:
                 pipe.send((str(error), None))
             except Exception as error:
