@@ -85,7 +85,7 @@ REFUSED: dict[str, Any] = {
     "bad_token_ids": ((-1,), 5, (None,), (True,)),
     "min_tokens": (-1, 1.0, None),
     "stop_token_ids": ((-2,), 7, "ab"),
-    **dict.fromkeys(("stop", "bad_words"), ("", ("a", ""), 5, (1,))),
+    **dict.fromkeys(("stop", "bad_words"), ("", ("a", ""), 5, (1,), "\ud800")),
     **dict.fromkeys(
         ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), (1, None, "yes")
     ),

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, load
-from weft.transforms.engine.completion import CompletionState, Detokenizer, special_ids
+from weft.transforms.engine.completion import CompletionState, Detokenizer, _overlap, special_ids
 from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.requests import Request
@@ -156,3 +156,9 @@ def test_a_request_without_texts_has_the_same_tokens() -> None:
     [plain] = generate(model, ["The function"], max_tokens=9)
     [bare] = generate(model, ["The function"], sampling=SamplingParams(temperature=0.0, detokenize=False), max_tokens=9)
     assert (bare.token_ids, bare.text, bare.text_offsets) == (plain.token_ids, None, None)
+
+
+@given(st.text("ab", max_size=9), st.text("ab", min_size=1, max_size=6))
+def test_an_overlap_is_the_longest_beginning_of_a_stop_text_at_the_end(text: str, stop: str) -> None:
+    counts = [n for n in range(min(len(stop) - 1, len(text)) + 1) if text.endswith(stop[:n])]
+    assert _overlap(text, stop) == max(counts)

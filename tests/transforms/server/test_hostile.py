@@ -294,3 +294,23 @@ def test_authorization_of_odd_forms(model: Model) -> None:
         ):
             assert ask(server, headers={"authorization": value}).status_code == 401
         assert ask(server, headers={"authorization": "Bearer schlüssel".encode()}).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["bad_words", "stop", "cache_salt", "prompt"])
+def test_half_a_surrogate_pair_in_bytes_is_no_json(server: Served, field: str) -> None:
+    """`json.loads` takes it, where it comes as bytes and not escaped; and UTF-16 by itself."""
+    value = b'["\xed\xa0\x80"]' if field in ("bad_words", "stop") else b'"' + b"a " * 40 + b'\xed\xa0\x80"'
+    prompt = b"" if field == "prompt" else b'"prompt": "a", '
+    body = b"{" + prompt + b'"max_tokens": 2, "' + field.encode() + b'": ' + value + b"}"
+    for raw in (body, '{"prompt": "a", "cache_salt": "\ud800"}'.encode("utf-16", "surrogatepass")):
+        found = httpx.post(f"{server.url}/v1/completions", content=raw)
+        assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_json")
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["bad_words", "stop"])
+def test_lists_that_cost_time_at_each_token_have_limits(server: Served, field: str) -> None:
+    for texts, words in ((["x"] * 129, "129 "), (["x" * 513], "of 513 characters; at most 512")):
+        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", field: texts})
+        assert found.status_code == 400
+        assert words in found.json()["error"]["message"]
