@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.stages.checkpoint import EMBED, HEAD, NORM, refuse_names, stage_fields
+from weft.stages.checkpoint import refuse_names, stage_fields
 from weft.stages.config import ModelConfig
 from weft.stages.gguf.file import GgufFile, StoredTensor, gguf_module, kind_name
 from weft.stages.layer_fields import Part
@@ -21,39 +21,25 @@ KINDS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """The dtypes of ggml's types that torch has."""
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that divides the frequencies of the rotary embedding."""
-_OUTSIDE = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
-_MODULES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-"""The names of a layer's modules in transformers and in a GGUF."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+_EXPERT = re.compile(r"(?<=mlp\.experts\.)\d+\.")
 _AT_ONCE = 2**22
 """Elements that are unpacked at a time: 16 MiB of float32 beside the parameters."""
 
 
-def stored_name(name: str) -> str:
-    """The name in a GGUF of a tensor of transformers; the experts of a layer are in one tensor.
+def stored_name(name: str, architecture: str, num_layers: int) -> str:
+    """The name in a GGUF of a tensor of transformers, by the package gguf; the experts of a layer are in one tensor.
 
-    >>> stored_name("model.layers.3.mlp.experts.7.up_proj.weight")
+    >>> stored_name("model.layers.3.mlp.experts.7.up_proj.weight", "qwen3moe", 4)
     'blk.3.ffn_up_exps.weight'
     """
-    if found := _LAYER.fullmatch(name):
-        index, module, kind = found.groups()
-        expert = _EXPERT.fullmatch(module)
-        return f"blk.{index}.{f'ffn_{expert[2]}_exps' if expert else _MODULES[module]}.{kind}"
-    return _OUTSIDE[name]
+    names = _names(architecture, num_layers)
+    return names.get_name(_EXPERT.sub("", name), try_suffixes=(".weight", ".bias")) or name
+
+
+@functools.cache
+def _names(architecture: str, num_layers: int) -> Any:
+    kinds = {name: kind for kind, name in gguf_module("constants").MODEL_ARCH_NAMES.items()}
+    return gguf_module("tensor_mapping").get_tensor_name_map(kinds[architecture], num_layers)
 
 
 @attrs.frozen
@@ -70,11 +56,14 @@ class GgufTensors:
     config: ModelConfig
     call: str
 
+    def _stored_name(self, part: Part) -> str:
+        return stored_name(part.name, self.file.architecture, self.config.num_layers)
+
     def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
         """Raise CheckpointError unless the file has these tensors, and no others but those of other stages."""
         fields = stage_fields(self.config, StageLayout(0, 1, 0, self.config.num_layers))
-        explained = {stored_name(part.name) for _, field in fields for part in field.parts} | {ROPE_FACTORS}
-        needed = {part: stored_name(part.name) for part, _ in parts}
+        explained = {self._stored_name(part) for _, field in fields for part in field.parts} | {ROPE_FACTORS}
+        needed = {part: self._stored_name(part) for part, _ in parts}
         missing = sorted({name for name in needed.values() if name not in self.file.tensors})
         extra = [name for name in self.file.tensors if name not in explained]
         refuse_names(missing, extra, self.file.path.name, "its metadata", self.call)
@@ -94,7 +83,7 @@ class GgufTensors:
 
     def read(self, part: Part, dtype: torch.dtype) -> Tensor:
         """A tensor on the CPU: a view of the mapped file if it is not packed, else a new one of `dtype`."""
-        stored = self.file.tensors[stored_name(part.name)]
+        stored = self.file.tensors[self._stored_name(part)]
         if part.expert is not None:
             size = stored.size // stored.shape[0]
             stored = StoredTensor(stored.shape[1:], stored.kind, stored.start + part.expert * size, size)

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quants
-from gguf.constants import GGML_QUANT_SIZES
+
+pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
+from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from theirs import CLASSES
 
 SIZES: dict[str, Any] = {
@@ -32,23 +35,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 32}),
     "qwen3-moe": ("qwen3moe", "Qwen3MoeForCausalLM", {"head_dim": 64, **EXPERTS}),
 }
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
 Packed = tuple[np.ndarray[Any, Any], GGMLQuantizationType]
 Kind = Callable[[np.ndarray[Any, Any]], Packed]
 
@@ -68,28 +54,29 @@ def scrambled(name: str, **fields: Any) -> Any:
 def stored_tensors(model: Any, architecture: str) -> dict[str, np.ndarray[Any, Any]]:
     """The tensors of a model as llama.cpp's converter names and arranges them."""
     found: dict[str, np.ndarray[Any, Any]] = {}
+    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+
+    def keep(name: str, values: np.ndarray[Any, Any]) -> None:
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        found[stored] = values
+
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         module, _, kind = name.rpartition(".")
-        prefix = ""
-        if module.startswith("model.layers."):
-            _, _, index, module = module.split(".", 3)
-            prefix = f"blk.{index}."
         values = tensor.float().numpy()
-        if module == "mlp.experts":
-            if kind == "gate_up_proj":
-                gate, up = np.split(values, 2, axis=1)
-                found |= {f"{prefix}ffn_gate_exps.weight": gate.copy(), f"{prefix}ffn_up_exps.weight": up.copy()}
-            else:
-                found[f"{prefix}ffn_down_exps.weight"] = values
+        if kind == "gate_up_proj":
+            for own, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                keep(f"{module}.{own}_proj.weight", half.copy())
             continue
-        if architecture == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+        if architecture == "llama" and module.endswith((".q_proj", ".k_proj")):
             heads = model.config.num_attention_heads if "q_proj" in module else model.config.num_key_value_heads
             # LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        found[f"{prefix}{_NAMES[module]}.{kind}"] = values
+        keep(f"{name}.weight" if kind == "down_proj" else name, values)
     return found
 
 

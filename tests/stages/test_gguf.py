@@ -15,9 +15,10 @@ from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, C
 from weft.stages import split_layers
 from weft.stages.formats import load_config, load_params
 
-gguf = pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
+pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
 
-from gguf_files import (  # noqa: E402
+import gguf
+from gguf_files import (
     MODELS,
     SIZES,
     metadata_of,

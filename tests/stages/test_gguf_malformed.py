@@ -15,9 +15,10 @@ import weft
 from weft.errors import CheckpointError, ConfigError
 from weft.stages.gguf.file import GgufFile, open_gguf
 
-gguf = pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
+pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
 
-from gguf_files import metadata_of, quantized, scrambled, stored_tensors, write_file, write_model  # noqa: E402
+import gguf
+from gguf_files import metadata_of, quantized, scrambled, stored_tensors, write_file, write_model
 
 Q = gguf.GGMLQuantizationType
 MOST = 64 * 2**20
