@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.proofs.bench.server_process import serving
 from weft.proofs.environment import environment
+from weft.proofs.http.process import serving
 
 MODES: Mapping[str, Sequence[str]] = {
     "none": ("--graph", "none"),
@@ -165,9 +165,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(Path(folder))
         for mode in given.modes:
-            with serving(given.model, *flags, *MODES[mode], timeout=900) as url:
+            with serving(given.model, *flags, *MODES[mode], seconds=900, shows_log=True) as server:
                 common = f"model=served,tokenizer={given.model},num_concurrent={given.concurrent},max_retries=1"
-                common += f",base_url={url}"
+                common += f",base_url={server.url}"
                 text, chat = f"{common}/completions,tokenizer_backend=huggingface", f"{common}/chat/completions"
                 for api, how, names, flag in (
                     ("local-completions", text, (*GENERATED, *CHOICES), []),

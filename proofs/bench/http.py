@@ -28,9 +28,9 @@ import torch
 
 from weft.display.plots import GREY, new_axes
 from weft.errors import MissingPackageError
-from weft.proofs.bench.http_client import Load, drive
-from weft.proofs.bench.server_process import serving
 from weft.proofs.environment import environment
+from weft.proofs.http.client import Load, drive
+from weft.proofs.http.process import serving
 from weft.stages.model import DEMO
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of
@@ -40,8 +40,8 @@ from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.pipelines.transports.local import Local
 
 _WARM_UP_TOKENS = 8
-_FINITE_SECONDS = 15
-"""The most seconds over which requests of a finite rate arrive."""
+_START_SECONDS, _FINITE_SECONDS = 300.0, 15
+"""The most seconds until the server listens, and those over which requests of a finite rate arrive."""
 
 
 def options_of(given: argparse.Namespace, name: str) -> Bench:
@@ -95,8 +95,8 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
     flags += ["--graph", given.graph, "--max-logprobs", "0", "--seed", str(given.seed)]
     flags += ["--device", given.device] if given.device else []
     rows = list[dict[str, Any]]()
-    with serving(*flags) as url:
-        for row in online(given, url, vocab_size):
+    with serving(*flags, seconds=_START_SECONDS, shows_log=True) as server:
+        for row in online(given, server.url, vocab_size):
             rows.append(row)
             print(f"{name:<18} {row['rate']:>6}: {show(row)}", flush=True)
     speeds = [row["output_tokens_per_s"] for row in rows if row["rate"] == "inf"]

@@ -26,12 +26,12 @@ import attrs
 import h11
 from tqdm.auto import tqdm
 
-from weft.proofs.environment import environment
 from weft.proofs.http.attacks import attacks
-from weft.proofs.http.process import Answer, ServerProcess, connect, get, post, read_answers, serving
+from weft.proofs.http.process import Answer, ServerProcess, connect, get, post, read_answers, serving, write_record
 from weft.proofs.http.sockets import MAX_BODY, MAX_N, Attack
 
 _FLAGS = (
+    *("--device", "cpu"),
     *("--max-num-seqs", "8", "--max-waiting", "48", "--max-body", str(MAX_BODY), "--max-n", str(MAX_N)),
     *("--request-timeout", "30", "--dtype", "float32"),
 )
@@ -93,8 +93,7 @@ class Fuzzed:
 
     def record(self) -> dict[str, Any]:
         """All of it for a JSON file."""
-        own = {"environment": {k: v for k, v in environment("cpu").items() if k != "ops"}, **attrs.asdict(self)}
-        return {**own, "flags": " ".join(_FLAGS)}
+        return {**attrs.asdict(self), "flags": " ".join(_FLAGS)}
 
 
 def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
@@ -110,7 +109,7 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
         file.write_text(json.dumps({"title": _SECRET, "const": _SECRET}))
         template = file.with_name("template.jinja")
         template.write_text(TEMPLATE)
-        server = stack.enter_context(serving(*_FLAGS, "--chat-template", str(template)))
+        server = stack.enter_context(serving("demo", *_FLAGS, "--chat-template", str(template)))
         known = _known(server)
         found.held[0] = server.held()
 
@@ -320,9 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = fuzz(given.cases, given.seed, given.idle)
     print(found)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "http-fuzz-cpu.json").write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
+    write_record(given.out, "http-fuzz-cpu.json", found.record())
     return 1 if found.failures else 0
 
 

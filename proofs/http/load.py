@@ -26,13 +26,13 @@ from typing import Any
 
 import attrs
 
-from weft.proofs.environment import environment
 from weft.proofs.http.attacks import attacks
 from weft.proofs.http.catalogue import Asked, Said, catalogue, said
 from weft.proofs.http.fuzz import TEMPLATE, perform, problem_of, settled
-from weft.proofs.http.process import ServerProcess, connect, post, read_answers, request_bytes, serving
+from weft.proofs.http.process import ServerProcess, connect, post, read_answers, request_bytes, serving, write_record
 
 _FLAGS = (
+    *("--device", "cpu"),
     *("--max-num-seqs", "6", "--max-waiting", "8", "--max-num-tokens", "64", "--max-model-len", "256"),
     *("--dtype", "float32", "--num-pages", "18", "--max-n", "16", "--max-body", "65536"),
 )
@@ -86,8 +86,7 @@ class Loaded:
 
     def record(self) -> dict[str, Any]:
         """All of it for a JSON file."""
-        own = {"environment": {k: v for k, v in environment("cpu").items() if k != "ops"}, **attrs.asdict(self)}
-        return {**own, "flags": " ".join(_FLAGS), "clients": _CLIENTS}
+        return {**attrs.asdict(self), "flags": " ".join(_FLAGS), "clients": _CLIENTS}
 
 
 class _Load:
@@ -209,7 +208,7 @@ def load(minutes: float, seed: int = 0, num_requests: int = 150) -> Loaded:
     with contextlib.ExitStack() as stack:
         template = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "template.jinja"
         template.write_text(TEMPLATE)
-        server = stack.enter_context(serving(*_FLAGS, "--chat-template", str(template)))
+        server = stack.enter_context(serving("demo", *_FLAGS, "--chat-template", str(template)))
         run = _Load(server, found, catalogue(num_requests, seed), 60 * minutes)
         threads = [
             threading.Thread(target=run.run, args=(kind, number), daemon=True)
@@ -267,9 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = load(given.minutes, given.seed)
     print(found)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "http-load-cpu.json").write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
+    write_record(given.out, "http-load-cpu.json", found.record())
     return 1 if found.differences else 0
 
 

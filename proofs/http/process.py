@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 import attrs
 import h11
 
-_START_SECONDS = 120.0
+from weft.proofs.environment import environment
+
+_START_SECONDS, _END_SECONDS = 120.0, 30.0
 
 
 @attrs.frozen(eq=False)
@@ -33,6 +36,11 @@ class ServerProcess:
     process: "subprocess.Popen[str]"
     port: int
     log: Path
+
+    @property
+    def url(self) -> str:
+        """The address of its API."""
+        return f"http://127.0.0.1:{self.port}/v1"
 
     def held(self) -> dict[str, int]:
         """The resident memory in bytes, open files and threads of the engine's process and of the one that answers;
@@ -81,37 +89,47 @@ def _answering(parent: int) -> list[Path]:
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[ServerProcess]:
-    """A server of the demo, which is killed at the end unless it has ended.
+def serving(*flags: str, seconds: float = _START_SECONDS, shows_log: bool = False) -> Iterator[ServerProcess]:
+    """A server on a free port of this machine, which ends with the block.
 
     Args:
-        flags: of `weft serve demo`.
+        flags: of `weft serve`, the model among them.
+        seconds: until it must listen.
+        shows_log: its log and its progress bars go to stderr, and not to the file.
+
+    Raises:
+        RuntimeError: it ended before, or was too late.
     """
-    words = [sys.executable, "-m", "weft", "serve", "demo", "--device", "cpu", "--port", "0", *flags]
+    words = [sys.executable, "-m", "weft", "serve", *flags, "--port", "0"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("a") as file:
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, text=True)
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=None if shows_log else file, text=True)
+        late = threading.Timer(seconds, process.kill)
+        late.start()
         try:
             assert process.stdout is not None
-            timer = _killed_after(process, _START_SECONDS)
-            line = process.stdout.readline()
-            timer.cancel()
-            if " is served at http://" not in line:
-                raise RuntimeError(f"weft serve did not start: {line}{log.read_text()}")
+            line = next((line for line in process.stdout if " is served at http://" in line), "")
+            late.cancel()
+            if not line:
+                raise RuntimeError(f"{' '.join(words)} ended with {process.wait()}: {log.read_text()}")
             yield ServerProcess(process, int(line.rsplit(":", 1)[1].split("/")[0]), log)
         finally:
-            process.kill()
-            process.communicate()
+            late.cancel()
+            process.terminate()
+            try:
+                process.communicate(timeout=_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
 
 
-def _killed_after(process: "subprocess.Popen[str]", seconds: float) -> Any:
-    import threading
-
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
-    return timer
+def write_record(folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
+    """Write a run's record as JSON, with the environment; None: nowhere."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = {"environment": {k: v for k, v in environment("cpu").items() if k != "ops"}, **record}
+        (folder / name).write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
 
 
 @attrs.frozen(eq=False)

