@@ -7,8 +7,8 @@ import attrs
 
 from weft.outputs import Output
 from weft.proofs.strategies.engine.traces import Trace
-from weft.transforms.engine.executor import FinishedWork
 from weft.transforms.engine.requests import HostState, RequestState
+from weft.transforms.engine.results import FinishedWork
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.step import Work
 

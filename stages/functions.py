@@ -170,6 +170,28 @@ OWN = StageFunctions()
 """The decoder's own functions alone."""
 
 
+def _after(first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Layer]) -> Callable[[Layer], Layer]:
+    """A change of a layer after another one."""
+    return second if first is None else lambda layer: second(first(layer))
+
+
+def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
+    """The functions with others: a function or a policy replaces the one before, named values are added, and a change
+    of a layer follows the one before. Default values are copied: the user may change theirs."""
+    changed: dict[str, Any] = {}
+    for field in attrs.fields(StageFunctions):
+        own, given = getattr(functions, field.name), getattr(new, field.name)
+        if field.name == "layers":
+            changed["layers"] = {**own, **{index: _after(own.get(index), change) for index, change in given.items()}}
+        elif field.name in ("extras", "token_extras", "carries"):
+            changed[field.name] = {**own, **{name: x.detach().clone() for name, x in given.items()}}
+        elif isinstance(own, Mapping):
+            changed[field.name] = {**own, **given}
+        elif given is not None:
+            changed[field.name] = given
+    return attrs.evolve(functions, **changed)
+
+
 def name_of(f: Any) -> str:
     """A function's module and name, to be the same in all processes."""
     if isinstance(f, AttentionBackend):

@@ -34,6 +34,7 @@ from weft.stages.functions import (
     check_together,
     name_of,
     transformed,
+    updated,
 )  # fmt: skip
 from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
@@ -199,19 +200,7 @@ class Model:
         check_functions(call, new, self.config.num_layers)
         if isinstance(attend, AttentionBackend):
             check_backend(attend, self.config, self.device, self.dtype, self.kv_dtype, call=call)
-        copies: dict[str, Any] = {}
-        for kind in ("extras", "token_extras", "carries"):  # copies: the user may change theirs
-            own = {name: x.detach().clone() for name, x in tensors[kind].items()}
-            copies[kind] = {**getattr(self.functions, kind), **own}
-        merged = {index: _after(self.functions.layers.get(index), change) for index, change in new.layers.items()}
-        functions = attrs.evolve(
-            self.functions,
-            layers={**self.functions.layers, **merged},
-            captures={**self.functions.captures, **new.captures},
-            beside={**self.functions.beside, **new.beside},
-            prefix_caching=prefix_caching or self.functions.prefix_caching,
-            **{name: f for name, f in (*given.items(), *copies.items()) if f is not None},
-        )
+        functions = updated(self.functions, new)
         check_functions(call, functions, self.config.num_layers)
         self._check_beside(call, functions.beside)
         check_together(call, functions)
@@ -339,11 +328,6 @@ class Model:
 
     def _repr_html_(self) -> str:
         return self.params.table(repr(self))._repr_html_()
-
-
-def _after(first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Layer]) -> Callable[[Layer], Layer]:
-    """A change of a layer after another one."""
-    return second if first is None else lambda layer: second(first(layer))
 
 
 @names_arguments(**LOAD)

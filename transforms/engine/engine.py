@@ -15,13 +15,14 @@ from weft.errors import EngineError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.engine.executor import Executor, FinishedWork, PendingResults, StepGuard, StepResult, capture_all
+from weft.transforms.engine.executor import Executor, StepGuard, capture_all
 from weft.transforms.engine.inputs import RequestBuilder
 from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
+from weft.transforms.engine.results import FinishedWork, PendingResults, StepResult
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
 from weft.transforms.engine.stats import Counts, Stats

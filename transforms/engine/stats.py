@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from weft.descriptor import BatchDescriptor
-from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.requests import HostState
+from weft.transforms.engine.results import StepResult
 from weft.transforms.engine.step import Work
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphified import Graphified

@@ -59,6 +59,8 @@ class Host(ABC):
     Attributes:
         fault: what a step of the engine raised.
         is_final: whether the engine's process, or one of its ranks, has ended.
+        num_open: completions that run and wait.
+        is_closing: whether the server is being stopped.
     """
 
     def __init__(self, model: Model, max_model_len: int, max_open: int) -> None:
@@ -69,8 +71,8 @@ class Host(ABC):
         self._listeners: dict[str, tuple[int, _Listener]] = {}
         self._asked: dict[int, asyncio.Future[Stats]] = {}
         self._names = itertools.count()
-        self._num_open = 0
-        self._closing = False
+        self.num_open = 0
+        self.is_closing = False
 
     @abstractmethod
     async def open(self) -> None:
@@ -84,24 +86,14 @@ class Host(ABC):
     def send(self, command: Command) -> None:
         """Send a command to the engine."""
 
-    @property
-    def num_open(self) -> int:
-        """Completions that run and wait."""
-        return self._num_open
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the server is being stopped."""
-        return self._closing
-
     def refuse_requests(self) -> None:
         """Take no more requests; those under way go on."""
-        self._closing = True
+        self.is_closing = True
 
     def check_room(self, count: int) -> None:
         """Raise BusyError if so many more completions would be too many."""
-        if self._num_open + count > self.max_open:
-            seen = f"{self._num_open} completions under way, {count} more, and room for {self.max_open}"
+        if self.num_open + count > self.max_open:
+            seen = f"{self.num_open} completions under way, {count} more, and room for {self.max_open}"
             raise BusyError("a request", seen, "the same request later")
 
     def check_open(self) -> None:
@@ -109,7 +101,7 @@ class Host(ABC):
         if self.fault is not None:
             instead = "start the server anew; its log has the error"
             raise ClosedError("a request", f"a step that raised {self.fault}", instead)
-        if self._closing:
+        if self.is_closing:
             raise ClosedError("a request", "a server that is being stopped", "another server, or this one later")
 
     async def stats(self) -> Stats:
@@ -144,7 +136,7 @@ class Host(ABC):
             for index in range(request.sampling.n)
         }
         left = {request.name: request.sampling.n for request in named}
-        self._num_open += count
+        self.num_open += count
         try:
             for place, request in enumerate(named):
                 self._listeners[request.name] = place, listener
@@ -159,7 +151,7 @@ class Host(ABC):
                             del left[name], self._listeners[name]
                 yield outputs
         finally:
-            self._num_open -= count
+            self.num_open -= count
             for name in left:
                 if self._listeners.pop(name, None) is not None:
                     self.send(Abort(name))
@@ -181,7 +173,7 @@ class Host(ABC):
 
     def _end(self, ended: Ended) -> None:
         self.fault, self.is_final = ended.fault, ended.is_final
-        self._closing |= ended.fault is None
+        self.is_closing |= ended.fault is None
         for _, listener in self._listeners.values():
             listener.error = ended.error()
             listener.arrived.set()
@@ -191,7 +183,7 @@ class Host(ABC):
 
     def stop(self) -> None:
         """Take no more requests, and tell the engine's loop to end."""
-        self._closing = True
+        self.is_closing = True
         self.send(Stop())
 
 

@@ -107,9 +107,8 @@ class EngineLoop:
             command.apply(self.engine, self._make_mask)
         except (RequestError, *FAULTS) as error:
             if isinstance(command, Add):
-                self._deliver(
-                    [(command.name, 0, [], None, "error", {"error": blame(error, "a request", "another one")})]
-                )
+                fault = blame(error, "the request", "other values of its fields")
+                self._deliver([(command.name, 0, [], None, "error", {"error": fault})])
             return
         if isinstance(command, Ask):
             self._deliver(Told(command.number, self.engine.stats()))

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, load
 from weft.transforms.engine.completion import CompletionState, Detokenizer, _overlap, special_ids
-from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.requests import Request
+from weft.transforms.engine.results import StepResult
 
 TEXTS = ("สวัสดีครับ ผม", "👩‍👩‍👧‍👦👍🏽", "the thé naïve", " a  b\n", "☂")
 

@@ -16,8 +16,8 @@ from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model
 from weft.transforms.engine.completion import CompletionState, special_ids
-from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.requests import Request
+from weft.transforms.engine.results import StepResult
 
 PROMPTS = ["The function returns", "A list is", "In Python, "]
 

@@ -1,0 +1,89 @@
+"""The values that flags take: how each is read from text, and refused.
+
+Importing it imports neither torch, rich nor numpy.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Kind = Mapping[str, Any]
+"""The kind of an option's value: keywords of `argparse.ArgumentParser.add_argument`."""
+
+
+def value(metavar: str, convert: Callable[[str], Any], allowed: Callable[[Any], bool], instead: str) -> Kind:
+    """A value that is converted from text; `instead` names those that are allowed.
+
+    >>> value("X", float, lambda x: x > 0, "a number > 0")["type"]("2.5")
+    2.5
+    """
+
+    def parse(text: str) -> Any:
+        try:
+            if allowed(found := convert(text)):
+                return found
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r:.60}: write {instead}")
+
+    return {"metavar": metavar, "type": parse}
+
+
+def whole(metavar: str, least: int = 1, most: int = 10**9) -> Kind:
+    """A whole number within limits."""
+    return value(metavar, int, lambda n: least <= n <= most, f"a whole number from {least} to {most}")
+
+
+def _text(text: str) -> str:
+    """A prompt. Python passes bytes that are not text as lone surrogates, which are refused."""
+    if re.search("[\ud800-\udfff]", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8: pass text, or --prompt-ids")
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: write at least one letter to go on from")
+    return text
+
+
+def _ids(text: str) -> list[int]:
+    """Token ids from `1,2,3`."""
+    parts = [part.strip() for part in text.split(",")]
+    if wrong := [part for part in parts if not re.fullmatch("[0-9]{1,18}", part)]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.60} holds {wrong[0]!r:.60}, which is not a token id: write whole numbers and commas, as in 1,2,3"
+        )
+    return [int(part) for part in parts]
+
+
+def _named_folder(text: str) -> tuple[str, str] | None:
+    name, _, folder = text.partition("=")
+    return (name, folder) if name and folder else None
+
+
+def _splits(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+NAMED = value(
+    "MODULE:F", str, lambda own: re.fullmatch(r"[\w.]+:\w+", own) is not None, "module:function, as in steering:steered"
+)
+DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
+WORD = {"metavar": "MODEL", "positional": True}
+SWITCH = {"action": "store_true"}
+TEXT_ONCE = {"metavar": "TEXT"}
+TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}
+ADAPTER = {
+    **value("NAME=DIR", _named_folder, bool, "a name, = and a folder, as in sql=adapters/sql"), "action": "append",
+}  # fmt: skip
+IDS = {"metavar": "1,2,3", "type": _ids, "action": "append", "help": "token ids; may be repeated, too"}
+COUNT, SEED = whole("N", 1, 2**20), whole("S", -(2**63), 2**63 - 1)
+SPLITS = value("N", _splits, lambda own: 1 <= min(own) <= max(own) < 10**6, "a whole number >= 1, or several: 1,2,3")
+TEMPERATURE = value("T", float, lambda x: 0 <= x <= 1e38, "a finite number >= 0; 0 is greedy")
+SECONDS = value("S", float, lambda x: 0 < x <= 1e6, "a number of seconds, greater than 0 and at most 1e6, as in 30")
+BANDWIDTH = value("GB/s", float, lambda x: 0 < x < math.inf, "a finite number > 0, in GB/s")
+LINK = value("GB/s", float, lambda x: x > 0, "a number > 0, in GB/s")
+LATENCY = value("US", float, lambda x: 0 <= x < math.inf, "a finite number >= 0, in microseconds")
+DTYPES = "float32", "bfloat16", "float16"  # of weft.stages.choices, without its import of torch
+KV_DTYPES = ("float8_e4m3fn",)  # likewise
+ATTENTION = "auto", "reference", "triton", "torch", "flashinfer"  # of weft.ops.attention.backends, likewise
+TRANSPORTS = "local", "threads", "gloo", "nccl", "peer"

@@ -1,0 +1,171 @@
+"""Results of steps: copied to the host without blocking the device, and read there (`StepResult`)."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import LogitsError, RequestError, WeftError
+from weft.outputs import Output
+from weft.transforms.engine.step import Work
+
+_POLL_SECONDS = 2e-5
+"""Pause between two looks at the device."""
+_CHECK_SECONDS = 0.05
+"""Pause between two looks at the other ranks."""
+_CAPTURED = "captured "
+
+FinishedWork = tuple[Work, Output | None]
+"""Work that is done, and the last stage's output; None where the step returns nothing."""
+
+
+@attrs.frozen(eq=False)
+class StepResult:
+    """One step's sampled tokens and logprobs, copied to the host: one entry per batch row; for prompts, per token.
+
+    Args:
+        token_ids, logprobs: the new tokens: one, or, with drafts, as many as were accepted and one more; fewer, or
+            none, in a row with a fault.
+        top_logprobs: the likeliest tokens and their logprobs, for each of those tokens or for more; empty if no request
+            asked.
+        ranks: of the new tokens; empty as above.
+        prompt_logprobs, prompt_top_logprobs, prompt_ranks: for each token of the batch; empty if no request asked.
+        num_drafts: the number of drafts that were verified.
+        faults: for each row in which no token was drawn after those, the logprob that says so: NaN, or -inf.
+        captured: [num_tokens, ...] by name: what the stages captured of each token of the batch.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    top_logprobs: list[list[list[tuple[int, float]]]]
+    prompt_logprobs: list[float]
+    prompt_top_logprobs: list[list[tuple[int, float]]]
+    num_drafts: int = 0
+    faults: dict[int, float] = attrs.field(factory=dict)
+    captured: dict[str, Tensor] = attrs.field(factory=dict)
+    ranks: list[list[int]] = attrs.field(factory=list)
+    prompt_ranks: list[int] = attrs.field(factory=list)
+
+    def error(self, row: int, id: str, num_tokens: int) -> WeftError:
+        """The error of a request in whose row no token was drawn.
+
+        Args:
+            id: of the request.
+            num_tokens: tokens before the one that was not drawn, the prompt included.
+        """
+        if math.isnan(self.faults[row]):
+            seen, instead = (
+                "logits that are NaN",
+                "look for weights that are not finite, or for an overflow of the dtype",
+            )
+            return LogitsError(f"request {id!r}", f"{seen} after {num_tokens} tokens", instead)
+        seen = (
+            f"no token that can be drawn after {num_tokens} tokens: those that the request allows have logits of -inf"
+        )
+        return RequestError(f"request {id!r}", seen, "allow another token, or look at the model's logits")
+
+
+class PendingResults:
+    """Results of finished work, on their way to the host.
+
+    Args:
+        finished: works, and their outputs.
+        confirm: called once the copies are there, before they are read; raises if they are invalid.
+    """
+
+    def __init__(self, finished: Sequence[FinishedWork], confirm: Callable[[], None]) -> None:
+        self._confirm = confirm
+        outputs = [out for _, out in finished]
+        self.works = tuple(work for work, _ in finished)
+        self._copies = [None if out is None else {n: _to_host(x) for n, x in _tensors(out)} for out in outputs]
+        on_gpu = any(out is not None and out.token_ids.is_cuda for out in outputs)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self, check: Callable[[], None] | None = None) -> list[tuple[Work, StepResult | None]]:
+        """The result of each work; None where nothing was returned.
+
+        Args:
+            check: called now and then where the device may wait for another rank in vain; raises if it does.
+        """
+        if self._copied is not None and check is None:
+            self._copied.synchronize()
+        elif self._copied is not None and check is not None:
+            _wait(self._copied, check)
+        self._confirm()
+        results = (None if copied is None else _step_result(copied) for copied in self._copies)
+        return list(zip(self.works, results, strict=True))
+
+
+def _wait(event: torch.cuda.Event, check: Callable[[], None]) -> None:
+    last_check = time.monotonic()
+    while not event.query():
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() - last_check > _CHECK_SECONDS:
+            check()
+            last_check = time.monotonic()
+
+
+def _tensors(out: Output) -> list[tuple[str, Tensor]]:
+    names = [field.name for field in attrs.fields(Output) if field.name not in ("logits", "captured")]
+    own = [(name, value) for name in names if (value := getattr(out, name)) is not None]
+    return [*own, *((_CAPTURED + name, per_token.values) for name, per_token in out.captured.items())]
+
+
+def _to_host(x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return x
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _step_result(copied: dict[str, Tensor]) -> StepResult:
+    with_drafts = "num_tokens" in copied
+    counts = copied["num_tokens"].tolist() if with_drafts else [1] * len(copied["token_ids"])
+
+    def by_row(name: str) -> list[Any]:
+        rows = copied[name] if with_drafts else copied[name][:, None]
+        return [own[:count] for own, count in zip(rows.tolist(), counts, strict=True)]
+
+    top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
+    pairs = zip(by_row("top_ids"), by_row("top_logprobs"), strict=True) if top else ()
+    token_ids, logprobs = by_row("token_ids"), by_row("logprobs")
+    faults = find_faults(logprobs)
+    for row, index in faults.items():
+        token_ids[row] = token_ids[row][:index]
+    return StepResult(
+        token_ids,
+        logprobs,
+        [_pairs(ids, logprobs) for ids, logprobs in pairs],
+        copied["prompt_logprobs"].tolist() if "prompt_logprobs" in copied else [],
+        _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
+        int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
+        {row: logprobs[row][index] for row, index in faults.items()},
+        # Kept by users, out of pinned memory.
+        {name.removeprefix(_CAPTURED): x.clone() for name, x in copied.items() if name.startswith(_CAPTURED)},
+        by_row("ranks") if top else [],
+        copied["prompt_ranks"].tolist() if prompt_top else [],
+    )
+
+
+def _pairs(ids: list[list[int]], logprobs: list[list[float]]) -> list[list[tuple[int, float]]]:
+    return [list(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
+
+
+def is_fault(logprob: float) -> bool:
+    """Whether a logprob says that no token was drawn: NaN, as the logits were, or -inf."""
+    return not logprob > -math.inf
+
+
+def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
+    """The rows with a fault, and the index of the first one in each."""
+    faulty = (row for row, own in enumerate(logprobs) if any(map(is_fault, own)))
+    return {row: next(i for i, x in enumerate(logprobs[row]) if is_fault(x)) for row in faulty}
