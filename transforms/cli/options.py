@@ -269,7 +269,7 @@ class Serve(RunOptions):
     num_pages: int | None = _how(
         "pages of the KV cache (default: what fits in memory, or what all requests can use)", COUNT
     )
-    graph: str = _how("graph mode", MODES, "full_and_piecewise")
+    graph: str | None = _how("graph mode (default full_and_piecewise; none on a CPU, where it saves no time)", MODES)
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
     seed: int | None = _how("seed of requests without one (default: a fresh one)", SEED)
 

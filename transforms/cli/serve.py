@@ -84,7 +84,12 @@ def _serve(here: Here, options: Serve, name: str) -> int:
             adapters=[each for each, _ in options.adapter],
             chat_template=_template(options, engine.model),
             api_key=_api_key(options),
-            limits=ServerLimits(max_body=options.max_body, max_n=options.max_n, timeout=options.request_timeout),
+            limits=ServerLimits(
+                max_body=options.max_body,
+                max_n=options.max_n,
+                max_logprobs=engine.num_logprobs,
+                timeout=options.request_timeout,
+            ),
             address=options.host,
             port=options.port,
         )
@@ -106,7 +111,7 @@ def _engine(here: Here, options: Serve) -> Engine:
         model,
         limits,
         pipeline=here.num_stages,
-        graph=options.graph,
+        graph=options.graph or ("none" if model.device.type == "cpu" else "full_and_piecewise"),
         transport=here.transport,
         run_ahead=options.run_ahead,
         num_logprobs=min(options.max_logprobs, model.config.vocab_size),

@@ -227,6 +227,10 @@ class Server:
                 f"{len(prompts)} prompts with n={body.n} are {count} completions; at most {self.host.max_open} at once"
             )
             raise Refusal(400, seen, param="n")
+        most, asked = self.limits.max_logprobs, max(logprobs or 0, prompt_logprobs or 0)
+        if most is not None and asked > most:
+            seen = f"{asked} logprobs of a token; at most {most}, by `weft serve --max-logprobs`"
+            raise Refusal(400, seen, param="logprobs")
         grammar = None
         if body.response_format is not None and body.response_format.type != "text":
             grammar = await self._compiled(body.response_format.model_dump(by_alias=True, exclude_none=True))

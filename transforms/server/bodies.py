@@ -27,6 +27,7 @@ class ServerLimits:
     Args:
         max_body: bytes of a body.
         max_n: completions of a prompt.
+        max_logprobs: of a token; None: as the engine has it.
         max_prompts: prompts of a request.
         max_stops: stop texts of a request, all of which are looked for at each token; and bad words.
         timeout: seconds from a request's body until its last token; None: no limit.
@@ -35,6 +36,7 @@ class ServerLimits:
 
     max_body: int = 4 * 2**20
     max_n: int = 128
+    max_logprobs: int | None = None
     max_prompts: int = 256
     max_stops: int = 128
     timeout: float | None = None

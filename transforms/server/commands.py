@@ -1,8 +1,9 @@
 """The commands of a server to its engine, `Add`, `Abort`, `Ask` and `Stop`, which travel to all ranks; `follow`: those
 ranks."""
 
+import base64
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,11 +11,14 @@ import torch
 
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
+from weft.stages.functions import StageFunctions
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.masks import Mask
 
 FAULTS = TypeError, ValueError, LookupError
 """Errors by which a request's own values may break `Engine.add`, before it has changed anything."""
+_DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.int64, torch.int32, torch.bool)}
+"""Those in which captures come back."""
 MakeMask = Callable[[str], Mask]
 """Makes the mask of a request from its compiled grammar."""
 
@@ -27,7 +31,7 @@ class Add:
         name: of the request.
         prompt: token ids.
         sampling, max_tokens, priority, adapter: as `Engine.add` takes them.
-        extras: lists of numbers, by name.
+        extras: by name, as `WeftField` has them.
         cache_salt: as `Engine.add` takes it.
         grammar: a compiled one, from which each rank makes the mask; None: there is none.
         captured: whether the client wants what the stages captured.
@@ -59,7 +63,7 @@ class Add:
             adapter=self.adapter,
             cache_salt=self.cache_salt,
             mask=None if self.grammar is None else make_mask(self.grammar),
-            extras={name: _tensor(name, own) for name, own in self.extras.items()} or None,
+            extras=_tensors(self.extras, engine.model.functions),
         )
 
 
@@ -117,8 +121,20 @@ def follow(engine: Engine, make_mask: MakeMask) -> None:
             engine.step()
 
 
-def _tensor(name: str, given: Any) -> torch.Tensor:
+def _tensors(given: Mapping[str, Any], functions: StageFunctions) -> dict[str, torch.Tensor] | None:
+    """Extras as tensors of the dtypes that the model's stages have by default."""
+    defaults = {**functions.extras, **functions.token_extras}
+    return {name: _tensor(name, own, defaults.get(name)) for name, own in given.items()} or None
+
+
+def _tensor(name: str, given: Any, like: torch.Tensor | None) -> torch.Tensor:
+    dtype = torch.float32 if like is None else like.dtype
     try:
-        return torch.tensor(given, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError) as error:
-        raise RequestError(f"weft.extras[{name!r}]", f"{error!s:.200}", "numbers, or lists of lists of them") from error
+        if not isinstance(given, Mapping):
+            return torch.tensor(given, dtype=dtype)
+        raw = bytearray(base64.b64decode(given["base64"], validate=True))
+        return torch.frombuffer(raw, dtype=_DTYPES[given["dtype"]]).reshape(given["shape"]).to(dtype)
+    except (ValueError, TypeError, LookupError, RuntimeError, OverflowError, RecursionError) as error:
+        seen = f"{type(error).__name__}: {error!s:.200}"
+        instead = 'numbers, lists of lists of them, or {"dtype": "float32", "shape": [...], "base64": "..."}'
+        raise RequestError(f"weft.extras[{name!r}]", seen, instead) from error

@@ -1,9 +1,10 @@
 """The bodies of requests, in OpenAI's form and with vLLM's additions, and what they ask of the engine."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -25,6 +26,21 @@ class _Body(BaseModel):
     """A body without fields that nobody reads."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """In OpenAI's API null is a field's default, of whatever type it is."""
+        if not isinstance(given, Mapping):
+            return given
+        return {name: own for name, own in given.items() if own is not None or name not in _never_null(cls)}
+
+
+@functools.cache
+def _never_null(kind: type[BaseModel]) -> frozenset[str]:
+    """The fields with a default that take no null by themselves."""
+    fields = kind.model_fields.items()
+    return frozenset(name for name, one in fields if not one.is_required() and "None" not in str(one.annotation))
 
 
 class StreamOptions(_Body):
@@ -56,7 +72,8 @@ class WeftField(_Body):
     """The field `weft`: the inputs that the model's stages read of the request, and whether their captures come back.
 
     Args:
-        extras: lists of numbers by name (`model.with_stages(..., extras=...)`).
+        extras: numbers or lists of them by name (`model.with_stages(..., extras=...)`), of the dtype of the model's
+            default; or the form in which captures come back.
         captured: return what the stages captured of each token.
     """
 

@@ -1,14 +1,17 @@
 """Fields of vLLM's server that OpenAI's API does not have: they mean what they mean in the library."""
 
+import base64
 from typing import Any
 
 import httpx
 import pytest
-from serving import Served
+import torch
+from serving import Served, served
 
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.generate import Completion, generate
+from weft.transforms.server.bodies import ServerLimits
 
 PROMPT = "The function returns"
 
@@ -73,3 +76,49 @@ def test_a_salt_keeps_pages_apart(server: Served, model: Model) -> None:
         asked(server, **body, cache_salt=salt)
         expected.append(server.host.engine.stats().prefix_tokens - before)
     assert expected == [0, 64, 0, 0], "the last page is not full, and its request has ended"
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_null_is_a_fields_default(server: Served, route: str) -> None:
+    """As in OpenAI's API, also for fields that take no null by themselves."""
+    nulls = dict.fromkeys(("top_p", "n", "stream", "presence_penalty", "frequency_penalty", "stop", "seed", "weft"))
+    own = "messages" if route.startswith("chat") else "prompt"
+    key = "message" if route.startswith("chat") else "text"
+    assert asked(server, route, **nulls)[key] == asked(server, route)[key]
+    answer = httpx.post(f"{server.url}/v1/{route}", json={own: None})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, own)
+
+
+def test_more_logprobs_than_the_server_has(model: Model) -> None:
+    with served(model, limits_of=ServerLimits(max_logprobs=5)) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "logprobs": 6})
+    said = "6 logprobs of a token; at most 5, by `weft serve --max-logprobs`"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extras_have_the_dtype_of_the_models_default(model: Model, dtype: torch.dtype) -> None:
+    """As numbers, and in the form in which captures come back."""
+
+    def shifted(logits: torch.Tensor, _: torch.Tensor, extras: Any) -> torch.Tensor:
+        return logits + extras["bias"].to(logits.dtype)
+
+    bias = torch.zeros(model.config.vocab_size, dtype=dtype)
+    own = model.with_stages(logits=shifted, extras={"bias": bias})
+    wanted = torch.zeros(model.config.vocab_size)
+    wanted[65] = 100.0
+    raw = {"dtype": "float32", "shape": [len(wanted)], "base64": base64.b64encode(wanted.numpy().tobytes()).decode()}
+    with served(own) as server:
+        for given in (wanted.tolist(), raw):
+            assert asked(server, weft={"extras": {"bias": given}})["text"] == "A" * 16
+        for wrong in (
+            {"dtype": "float32"},
+            raw | {"dtype": "object"},
+            raw | {"base64": "?"},
+            raw | {"shape": [3]},
+            "a",
+        ):
+            body = {"prompt": "a", "weft": {"extras": {"bias": wrong}}}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body)
+            assert answer.status_code == 400
+            assert '"base64": "..."' in answer.json()["error"]["message"]
