@@ -23,8 +23,9 @@ import torch
 from weft.batch import Batch
 from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
+from weft.stages.known_models import DEMO
 from weft.stages.layout import split_layers
-from weft.stages.model import DEMO, Model
+from weft.stages.model import Model
 from weft.stages.params import num_bytes
 from weft.stages.random_weights import random_params
 from weft.transforms.engine.setup import make_runner, make_state

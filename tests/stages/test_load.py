@@ -29,7 +29,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.proofs.laws import assert_equal
-from weft.stages.model import DEMO
+from weft.stages.known_models import DEMO
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_what_cannot_be_loaded_names_the_call_as_it_was_written(damage: str, fol
 
 
 def test_no_path_and_arguments_of_transformers() -> None:
-    with refused(RequestError, "weft.load(None, device=None, dtype=None)", "path is None", "<any>weft.stages.DEMO"):
+    with refused(RequestError, "weft.load(None, device=None, dtype=None)", "path is None", "<any>'demo' and 'smollm2'"):
         weft.load(None)  # type: ignore[arg-type]
     with refused(ArgumentError, "load(..., torch_dtype=...)", "'torch_dtype', which is no argument of it", "dtype=..."):
         weft.load(DEMO, torch_dtype=torch.float32)  # type: ignore[call-arg]

@@ -17,7 +17,8 @@ from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.stages import head as module
 from weft.stages.head import prompt_logprobs, ranks_of, top_logprobs
-from weft.stages.model import DEMO, Model
+from weft.stages.known_models import DEMO
+from weft.stages.model import Model
 from weft.state import advance
 from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.graphify import graphify

@@ -3,7 +3,8 @@
 import pytest
 
 import weft
-from weft.stages.model import DEMO, Model
+from weft.stages.known_models import DEMO
+from weft.stages.model import Model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 import attrs
@@ -18,7 +17,6 @@ from weft.errors import ConfigWarning, ProgramError, WeftError
 from weft.stages.choices import pick_attention, pick_device
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.formats import load_config, open_checkpoint
-from weft.stages.known_models import RELEASED, released
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.random_weights import PRESETS, random_model
@@ -136,17 +134,8 @@ def _check_device(options: RunOptions, num_ranks: int) -> None:
         options.refuse(f"--device {options.device}", seen, instead)
 
 
-def path_of(model: str) -> Path:
-    """The path of a model as written: a file or a folder that is there, or else the name of a released model.
-
-    Raises:
-        CheckpointNotFoundError: the package that holds the released model is not installed.
-    """
-    return released(model) if model in RELEASED and not os.path.exists(model) else Path(model)
-
-
 def _read_config(model: str, call: str) -> ModelConfig:
-    return open_checkpoint(path_of(model), call).read_config(call, strict=False)
+    return open_checkpoint(model, call).read_config(call, strict=False)
 
 
 def read_config(options: ModelOptions) -> ModelConfig:
@@ -177,7 +166,7 @@ def open_model(options: RunOptions, here: Here) -> Model:
         kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name, "kv_dtype": options.kv_dtype}
         return _with_stages(options, random_model(config, seed=options.seed or 0, device=here.device, **kind))
     kind = {"stage": here.stage, "progress": here.progress, "kv_dtype": options.kv_dtype}
-    model = load(path_of(str(options.model)), here.device, options.dtype, **kind)
+    model = load(str(options.model), here.device, options.dtype, **kind)
     return _with_stages(options, model)
 
 
@@ -211,8 +200,7 @@ def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
     count, folder = options.speculate, options.draft
     if count is None or folder is None:
         return None if count is None else Speculation(count)
-    path = path_of(folder)
-    return Speculation(count, model=load(path, here.device, options.dtype) if here.first else load_config(path))
+    return Speculation(count, model=load(folder, here.device, options.dtype) if here.first else load_config(folder))
 
 
 def make_engine(

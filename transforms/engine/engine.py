@@ -55,7 +55,7 @@ class Engine:
     Raises:
         RequestError: an invalid argument, or limits that leave no room for a request.
 
-    >>> from weft.stages.model import DEMO, load
+    >>> from weft.stages import DEMO, load
     >>> engine = Engine(load(DEMO, "cpu"), graph="none")
     >>> engine.add("The function returns", max_tokens=3), engine.add("A list is", max_tokens=2)
     ('request 0', 'request 1')
@@ -224,7 +224,7 @@ class Engine:
             ProgramError: stages run in other processes.
 
         >>> import asyncio
-        >>> from weft.stages.model import DEMO, load
+        >>> from weft.stages import DEMO, load
         >>> engine = Engine(load(DEMO, "cpu"), graph="none")
         >>> async def count():
         ...     return sum([len(output.token_ids) async for output in engine.stream("A list", max_tokens=3)])
@@ -353,7 +353,7 @@ class Engine:
         Raises:
             RequestError: parameters or adapters that do not fit; nothing is changed.
 
-        >>> from weft.stages.model import DEMO, load
+        >>> from weft.stages import DEMO, load
         >>> engine = Engine(load(DEMO, "cpu"), graph="none")
         >>> engine.update({"model.norm.weight": 1.01 * engine.model.params.norm})
         """

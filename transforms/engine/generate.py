@@ -192,7 +192,7 @@ def generate(
     Raises:
         RequestError: a prompt or an argument that cannot be served, such as more stages than layers.
 
-    >>> from weft.stages.model import DEMO, load
+    >>> from weft.stages import DEMO, load
     >>> model = load(DEMO, "cpu")
     >>> [completion] = generate(model, ["The function returns"], max_tokens=4)
     >>> len(completion.token_ids), completion.finish_reason

@@ -36,7 +36,7 @@ class EmbedsPrompt(Summarized):
         positions: [3, n] int64, for a model with mRoPE: each token's place in time, height and width, from
             transformers' `get_rope_index`. None: the positions of text.
 
-    >>> from weft.stages.model import DEMO, load
+    >>> from weft.stages import DEMO, load
     >>> from weft.transforms.engine.generate import generate
     >>> model = load(DEMO, "cpu")
     >>> ids = model.encode("The function returns")

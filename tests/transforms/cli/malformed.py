@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from weft.stages.checkpoint import tensor_shapes
 from weft.stages.formats import load_config
+from weft.stages.known_models import DEMO
 from weft.stages.layout import split_layers
-from weft.stages.model import DEMO
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 257, "hidden_size": 16,

@@ -16,7 +16,7 @@ import weft
 from weft.errors import ConfigError, RequestError
 from weft.ops.attention.backends import BACKENDS
 from weft.stages.choices import DTYPES as MODEL_DTYPES
-from weft.stages.model import DEMO
+from weft.stages.known_models import DEMO
 from weft.transforms.cli.flags import ATTENTION
 from weft.transforms.cli.main import in_flags
 from weft.transforms.cli.options import Generate, RunOptions

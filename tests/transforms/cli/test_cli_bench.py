@@ -12,7 +12,8 @@ import pytest
 import torch
 from cli_calls import Weft, assert_refused
 
-from weft.stages.model import DEMO, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import load
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli import bench
 from weft.transforms.cli.bench import as_report, start_engine, tables

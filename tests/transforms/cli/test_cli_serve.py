@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from weft.stages.model import DEMO, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import load
 from weft.transforms.engine.generate import generate
 
 pytest.importorskip("uvicorn")

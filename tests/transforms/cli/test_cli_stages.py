@@ -9,7 +9,8 @@ import torch
 from cli_calls import Weft, assert_refused
 
 from weft.stages import sow
-from weft.stages.model import DEMO, Model, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import Model, load
 from weft.transforms.engine.generate import generate
 
 MODEL = ("--model", str(DEMO), "--device", "cpu", "--prompt", "A list is", "--max-tokens", "4", "--json")

@@ -11,8 +11,9 @@ from weft.ops.attention.backends import BACKENDS, AttentionBackend
 from weft.ops.rotary import rotate_and_keep
 from weft.sampling import SamplingParams
 from weft.stages import decoder
+from weft.stages.known_models import DEMO
 from weft.stages.layout import split_layers
-from weft.stages.model import DEMO, Model, load
+from weft.stages.model import Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation

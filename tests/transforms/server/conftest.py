@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from serving import Served, served
 
-from weft.stages.model import DEMO, Model, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import Model, load
 
 
 @pytest.fixture(scope="package")

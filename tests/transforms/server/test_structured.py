@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from serving import Served, served
 
-from weft.stages.model import DEMO, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import load
 from weft.transforms.engine.options import EngineLimits
 
 httpx = pytest.importorskip("httpx")

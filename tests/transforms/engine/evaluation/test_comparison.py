@@ -4,7 +4,8 @@ import attrs
 import pytest
 
 from weft.errors import RequestError
-from weft.stages.model import DEMO, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import load
 from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
 
 EAGER, PIPELINED, BOTH = Way("eager", 1, "none"), Way("pipelined", 3, "none"), Way("both", 3, "full")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from weft.sampling import SamplingParams
-from weft.stages.model import DEMO, Model, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.pipelines.transports import Transport

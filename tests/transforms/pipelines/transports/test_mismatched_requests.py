@@ -15,7 +15,8 @@ from weft.batch import Batch
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
 from weft.stages.checkpoint import places
-from weft.stages.model import DEMO, Model, load
+from weft.stages.known_models import DEMO
+from weft.stages.model import Model, load
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
