@@ -12,7 +12,22 @@ _load, __dir__, __all__ = attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"
 
-_MEANT = {"jit": "graphify", "compile": "graphify", "pmap": "pipeline", "shard_map": "pipeline", "LLM": "Engine"}
+_MEANT = {
+    "jit": "graphify",
+    "compile": "graphify",
+    "make_graphed_callables": "graphify",
+    "pmap": "pipeline",
+    "shard_map": "pipeline",
+    "LLM": "generate",
+    "LLMEngine": "Engine",
+    "AsyncLLM": "Engine",
+    "AsyncLLMEngine": "Engine",
+    "AsyncEngineArgs": "EngineLimits",
+    "EngineArgs": "EngineLimits",
+    "CompletionOutput": "Completion",
+    "LoRARequest": "load_adapter",
+    "from_pretrained": "load",
+}
 """Other libraries' names for what weft has."""
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 import attrs
 
 from weft.outputs import Output
+from weft.proofs.checks.difference import LawViolation
 from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.requests import HostState, RequestState
 from weft.transforms.engine.results import FinishedWork
@@ -14,6 +15,8 @@ from weft.transforms.engine.step import Work
 
 _VOCABULARY = 11
 """Tokens that are made up; every model that is drawn has as many."""
+MOST_STEPS = 3000
+"""The number of steps after which an engine is taken to run forever; drawn loads take about a hundred."""
 
 
 class Run(Protocol):
@@ -42,6 +45,7 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     tick, last = 0, max(a.tick for a in trace.arrivals)
     while tick <= last or not host.is_idle:
+        check_ends("L11 served", tick - last)
         works: list[Work] = []
         for _ in range(trace.window):
             host = happen(trace, host, tick)
@@ -56,6 +60,12 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
     if rest := run.flush():  # of requests that had ended
         _, got = _observed(host, rest)
         yield Window((), tuple(rest), got, True)
+
+
+def check_ends(law: str, steps: int) -> None:
+    """Raise LawViolation if the engine has run more than `MOST_STEPS` steps since the last call came."""
+    if steps > MOST_STEPS:
+        raise LawViolation(f"{law}: requests that had not ended {MOST_STEPS} steps after the last one came")
 
 
 def _observed(host: HostState, done: Sequence[FinishedWork]) -> tuple[HostState, tuple[RequestState, ...]]:

@@ -265,11 +265,7 @@ LAWS = (
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
     Law("L1", "graph is eager, on functions under a ladder", _padded_functions),
     Law("L1", "graph is eager, on calls that differ in one thing", _on_call_sequences),
-    Law(
-        "L1",
-        "loops are Python's",
-        lambda data, device: laws.loops_are_python_loops(data.draw(strategies.loops()), device),
-    ),
+    Law("L1", "loops are Python's", _looped),
     Law("L1", "graph is eager, on images under a ladder", _on_images(laws.graph_is_eager_on_images)),
     Law("L2", "padding is inert", _with_ladder(laws.padding_is_inert)),
     Law("L2", "padding is inert, between stages", _with_ladder(laws.stage_padding_is_inert, min_layers=2)),

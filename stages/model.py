@@ -40,7 +40,7 @@ from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.sown import SownNames
-from weft.stages.tokenizer import tokenizer_failures
+from weft.stages.tokenizer import token_ids, tokenizer_failures
 
 _RULES: dict[str, Rule] = {
     "path": (str | Path, "a .gguf, the folder of a checkpoint, or one of 'demo' and 'smollm2'"),
@@ -275,7 +275,7 @@ class Model:
                 instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
             raise RequestError(call, seen, instead)
         with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
-            return list(self.tokenizer.encode(text).ids)
+            return token_ids(self.tokenizer, text)
 
     def encode_chat(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Token ids of a chat, by the checkpoint's template, which writes the special tokens itself.
@@ -298,7 +298,7 @@ class Model:
         own = {"add_generation_prompt": add_generation_prompt, **variables}
         text = render_chat(self.chat_template, call, messages, own)
         with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
-            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+            return token_ids(self.tokenizer, text, special=False)
 
     def _lacks_tokenizer(self) -> str:
         known = "tokenizer that weft knows" if self.path.suffix == ".gguf" else "tokenizer.json"

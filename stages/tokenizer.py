@@ -9,6 +9,9 @@ from tokenizers import Tokenizer
 
 from weft.errors import CheckpointError, WeftError
 
+_LONG = 4096
+"""Characters from which on a text is long: it takes some milliseconds."""
+
 
 @contextmanager
 def tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
@@ -22,6 +25,18 @@ def tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise kind(call, f"{seen}: {error!s:.300}", instead) from error
         raise
+
+
+def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+    """The tokens of a text. Other threads of Python run while a long one is encoded.
+
+    Args:
+        special: with the special tokens that the tokenizer adds.
+    """
+    if len(text) < _LONG:
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+    [found] = tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter's lock
+    return list(found.ids)
 
 
 def read_tokenizer(folder: Path, call: str) -> Tokenizer | None:

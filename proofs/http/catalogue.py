@@ -123,7 +123,8 @@ class Said:
         self.finish_reason = choice["finish_reason"] or self.finish_reason
 
     def difference(self, other: "Said") -> str:
-        """What differs from another one; empty: nothing. Logprobs may differ by rounding: batches have other shapes."""
+        """How this differs from another one; an empty text if it does not. Logprobs may differ by rounding, since
+        batches have other shapes."""
         for name in ("text", "tokens", "finish_reason"):
             if getattr(self, name) != getattr(other, name):
                 return f"{name}: {getattr(self, name)!r:.200}, and alone {getattr(other, name)!r:.200}"

@@ -41,8 +41,9 @@ _EVERY = 1000
 _SLOW_SECONDS = 60.0
 _EXPECTED = {400, 401, 403, 404, 405, 408, 413, 429, 504}
 _MORE_MEMORY, _MORE_FILES, _MORE_THREADS = 64 * 2**20, 8, 24
-"""What the process may hold more than after the first cases: memory of the grammars that are kept, of graphs that are
-captured when they are first needed, and of the allocator; the pipes of the compiler's process; the threads of pools."""
+"""How much more the server may hold at the end than after the first attacks. The memory is for grammars that are kept,
+graphs that are captured late, and the allocator; the files are the pipes of the grammar compiler; the threads those of
+pools."""
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}assistant:"
 _SECRET = "the secret of a file that no request may read"
 
@@ -157,7 +158,7 @@ def _known(server: ServerProcess) -> Any:
 
 
 def settled(server: ServerProcess) -> dict[str, int]:
-    """What the server holds, once connections that are closed have left."""
+    """The server's memory, files and threads, once it has let go of closed connections."""
     least = server.held()
     for _ in range(20):
         time.sleep(0.1)
@@ -247,7 +248,7 @@ def perform(port: int, attack: Attack) -> list[Answer]:
 
 
 def problem_of(answer: Answer) -> str:
-    """What is wrong with an answer; empty: nothing."""
+    """What is wrong with an answer; an empty text if nothing is."""
     if _SECRET.encode() in answer.body:
         return "an answer with what a file has"
     if answer.status >= 400:

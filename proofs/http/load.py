@@ -187,7 +187,7 @@ class _Load:
         )
         try:
             answers = perform(self.server.port, attack)
-        except TimeoutError:  # a body that stayed valid waits its turn, behind all others if it asks for that
+        except TimeoutError:  # a body that is still valid waits in the queue, last in it if its priority says so
             answers = []
             with self.lock:
                 self.found.malformed["waits"] += 1

@@ -99,7 +99,7 @@ def test_a_profile_that_generates_nothing_is_evidence_of_nothing(user: settings)
 
 
 def test_an_engine_that_never_ends_breaks_a_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.proofs.laws.engine.completions.MOST_STEPS", 20)
+    monkeypatch.setattr("weft.proofs.serving.MOST_STEPS", 20)
     monkeypatch.setattr(Engine, "step", lambda self: [])
 
     @settings(max_examples=1, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -31,7 +32,7 @@ class Settings:
         model: without its weights, where it travels.
         max_model_len, max_waiting, max_num_reqs: the bounds of requests.
         name, adapters, chat_template, api_key, limits: as `Server` takes them.
-        address, port: to listen on.
+        address: of the sockets.
     """
 
     model: Model
@@ -44,11 +45,14 @@ class Settings:
     api_key: str | None
     limits: ServerLimits
     address: str
-    port: int
 
 
-def serve_clients(host: Host, settings: Settings) -> None:
-    """Answer clients until a signal, or until the engine's process has gone."""
+def serve_clients(host: Host, settings: Settings, sockets: Sequence[socket.socket]) -> None:
+    """Answer clients until a signal, or until the engine's process has gone.
+
+    Args:
+        sockets: bound to addresses.
+    """
     from weft.transforms.server.app import Server
     from weft.transforms.server.browsers import is_loopback
     from weft.transforms.server.grammars.masks import grammar_compiler
@@ -64,10 +68,10 @@ def serve_clients(host: Host, settings: Settings) -> None:
         compile_grammar=grammar_compiler(settings.model),
         is_local=is_loopback(settings.address),
     )
-    listener = listen(server.app(), host, settings.name, settings.address, settings.port)
+    listener = listen(server.app(), host, settings.name)
     gc.collect()
     gc.freeze()  # a collection that walks all modules takes 0.1 s
-    listener.run()
+    listener.run([*sockets])
 
 
 @contextlib.contextmanager
@@ -82,26 +86,34 @@ def _handled(handler: Callable[..., Any]) -> Iterator[None]:
 
 class HttpProcess:
     """The process as its parent sees it. It is started before the model is loaded, so that it imports meanwhile; and it
-    ends when the parent has gone. Where sockets cannot be inherited (Windows), its work is done in the parent."""
+    ends when the parent has gone. Where sockets cannot be inherited (Windows), its work is done in the parent.
 
-    def __init__(self) -> None:
+    Args:
+        sockets: to listen on, bound to addresses.
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._sockets = sockets
         if os.name != "posix":
             return
         self._socket, theirs = socket.socketpair()
-        words = [sys.executable, "-m", "weft.transforms.cli.http_process", str(theirs.fileno())]
+        inherited = [own.fileno() for own in (theirs, *sockets)]
+        words = [sys.executable, "-m", "weft.transforms.cli.http_process", *map(str, inherited)]
         with theirs:  # a terminal's Ctrl-C reaches the parent alone, which passes it on
-            self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], start_new_session=True)
+            self._process = subprocess.Popen(words, pass_fds=inherited, start_new_session=True)
+        for own in sockets:
+            own.close()
 
     def run(self, engine: Engine, settings: Settings, num_ranks: int) -> int:
         """Serve; returns the exit code."""
         make_mask, process = mask_maker(engine.model, num_ranks), self._process
         if process is None:
             host = EngineHost(engine, settings.max_waiting, make_mask, num_ranks=num_ranks)
-            serve_clients(host, settings)
+            serve_clients(host, settings, self._sockets)
             return _exit_code(host.fault)
         model = engine.model
-        own = model.config, None, model.tokenizer, model.path  # without its weights
+        own = model.config, None, model.tokenizer, Path(settings.name)  # without its weights; clients see no path
         bare = Model(*own, chat_template=model.chat_template)  # type: ignore[arg-type]
         with self._socket, _handled(lambda number, _: process.send_signal(number)):
             with contextlib.suppress(OSError):  # it has gone: its exit code says why
@@ -128,10 +140,11 @@ def _exit_code(fault: str | None) -> int:
 
 
 def main() -> None:
-    """Read the settings from a socket whose number is the argument, and serve."""
+    """Read the settings from a socket whose number is the first argument, and serve on those of the others."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL)
-    sock, unpacker = socket.socket(fileno=int(sys.argv[1])), Unpacker()
+    sock, *sockets = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
+    unpacker = Unpacker()
     import weft.transforms.server.app  # noqa: F401, while the parent loads the model
 
     while raw := sock.recv(2**16):
@@ -139,7 +152,7 @@ def main() -> None:
             host = RemoteHost(
                 sock, settings.model, settings.max_model_len, settings.max_num_reqs + settings.max_waiting
             )
-            serve_clients(host, settings)
+            serve_clients(host, settings, sockets)
             return
 
 

@@ -26,6 +26,7 @@ from weft.transforms.cli.flags import (
     LATENCY,
     LINK,
     NAMED,
+    POLICIES,
     SECONDS,
     SEED,
     SPLITS,
@@ -263,6 +264,8 @@ class Serve(RunOptions):
     max_n: int = _network("completions of one prompt", whole("N", 1, 10_000), 128)
     request_timeout: float | None = _network("seconds that a request may take (default: no limit)", SECONDS)
     max_logprobs: int = _network("the most logprobs of a token; more cost time at each step", whole("N", 0, 2**17), 5)
+    scheduling_policy: str = _how("fcfs: as they come; priority: by the requests' `priority`", POLICIES, "fcfs")
+    no_prefix_caching: bool = _how("compute every prompt whole, also where another one began alike", SWITCH, False)
     max_num_seqs: int = _how("completions that run at once", COUNT, 128)
     max_num_tokens: int | None = _how("tokens per step (default 8192 on a large GPU, else 2048)", whole("N", 1, 2**17))
     max_model_len: int | None = _how("tokens of a request (default: the model's limit, at most 4096)", COUNT)

@@ -6,11 +6,15 @@ import importlib
 import multiprocessing
 import os
 import signal
+import socket
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.display.quantities import counted
 from weft.stages.adapters import load_adapter
 from weft.stages.chat import ChatTemplate
 from weft.stages.model import Model
@@ -66,10 +70,10 @@ def _serve(here: Here, options: Serve, name: str) -> int:
     from weft.transforms.server.grammars.masks import mask_maker
     from weft.transforms.server.host import max_model_len
 
-    http = HttpProcess() if here.first else None
+    key, template = _api_key(options), _template(options)
+    http = HttpProcess(_bound(options)) if here.first else None
     try:
-        engine = _engine(here, options)
-        engine.warm_up()
+        engine = _engine(here, options, name)
         gc.collect()
         gc.freeze()  # a collection that walks torch and the model takes 0.1 s, in the middle of a step
         if http is None:
@@ -82,16 +86,16 @@ def _serve(here: Here, options: Serve, name: str) -> int:
             max_waiting=options.max_waiting,
             name=name,
             adapters=[each for each, _ in options.adapter],
-            chat_template=_template(options, engine.model),
-            api_key=_api_key(options),
+            chat_template=None if template is None else ChatTemplate(template, _special_tokens(engine.model)),
+            api_key=key,
             limits=ServerLimits(
                 max_body=options.max_body,
                 max_n=options.max_n,
                 max_logprobs=engine.num_logprobs,
+                has_priorities=options.scheduling_policy == "priority",
                 timeout=options.request_timeout,
             ),
             address=options.host,
-            port=options.port,
         )
         return http.run(engine, settings, num_ranks=1 if here.stage is None else here.num_stages)
     finally:
@@ -99,26 +103,61 @@ def _serve(here: Here, options: Serve, name: str) -> int:
             http.close()
 
 
-def _engine(here: Here, options: Serve) -> Engine:
+def _bound(options: Serve) -> list[socket.socket]:
+    """The sockets of the address, which nobody can have meanwhile. They take connections once the model is loaded."""
+    flags, found = f"--host {options.host} --port {options.port}", list[socket.socket]()
+    try:
+        places = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in dict.fromkeys(places):
+            found.append(socket.socket(family, kind, protocol))
+            if os.name == "posix":
+                found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                found[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            found[-1].bind(place)
+    except OSError as error:
+        for own in found:
+            own.close()
+        options.refuse(flags, f"{error.strerror or error}", "an address of this machine, and a port that is free, or 0")
+    return found
+
+
+def _engine(here: Here, options: Serve, name: str) -> Engine:
+    """The engine, its graphs captured."""
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        if here.first:
+            print(f"{time.monotonic() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    say(f"loading {name}")
     model = open_model(options, here)
+    graph = options.graph or ("none" if model.device.type == "cpu" else "full_and_piecewise")
     limits = EngineLimits(
         max_num_reqs=options.max_num_seqs,
         max_num_tokens=options.max_num_tokens,
         max_model_len=options.max_model_len,
         num_pages=options.num_pages,
     )
-    return Engine(
+    say(f"making its engine, on {model.device} in {str(model.dtype).removeprefix('torch.')}")
+    engine = Engine(
         model,
         limits,
         pipeline=here.num_stages,
-        graph=options.graph or ("none" if model.device.type == "cpu" else "full_and_piecewise"),
+        graph=graph,
         transport=here.transport,
         run_ahead=options.run_ahead,
         num_logprobs=min(options.max_logprobs, model.config.vocab_size),
         seed=options.seed,
+        prefix_caching=not options.no_prefix_caching,
         adapters={each: load_adapter(model, folder) for each, folder in options.adapter},
         speculation=open_drafts(options, here),
     )
+    if graph != "none":
+        say(f"capturing graphs of mode {graph}")
+    captures = engine.warm_up().captures
+    say(f"{counted(captures, 'graph')}; {counted(engine.stats().pages_free, 'page')} of the KV cache")
+    return engine
 
 
 def _api_key(options: Serve) -> str | None:
@@ -130,13 +169,15 @@ def _api_key(options: Serve) -> str | None:
     return given
 
 
-def _template(options: Serve, model: Model) -> ChatTemplate | None:
+def _template(options: Serve) -> str | None:
     """The template of `--chat-template`."""
     if options.chat_template is None:
         return None
     try:
-        source = Path(options.chat_template).read_text(encoding="utf-8")
+        return Path(options.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         options.refuse(f"--chat-template {options.chat_template}", f"{error}", "a file in Jinja")
-    own = model.chat_template
-    return ChatTemplate(source, {} if own is None else own.special_tokens)
+
+
+def _special_tokens(model: Model) -> Mapping[str, str]:
+    return {} if model.chat_template is None else model.chat_template.special_tokens

@@ -64,6 +64,10 @@ class Completion:
         captured: [n, ...] by name: what the model's stages captured of each token that was read, those of the prompt
             first, all but the last (`weft.stages.sow`).
         times: when it was added to the engine, admitted, first heard of, and finished.
+
+    Attributes:
+        cumulative_logprob: the sum of `logprobs`.
+        token_texts: the text of each token.
     """
 
     text: str | None

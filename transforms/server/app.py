@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -18,10 +17,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from weft import __version__
-from weft.errors import WeftError
 from weft.stages.chat import ChatTemplate
+from weft.stages.tokenizer import token_ids
 from weft.transforms.server.answers import Part, Writer
-from weft.transforms.server.bodies import ServerLimits, check_lists, read_body, unless_gone
+from weft.transforms.server.bodies import ServerLimits, check_limits, read_body, unless_gone
 from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
@@ -36,7 +35,7 @@ from weft.transforms.server.protocol import (
     TokenizeRequest,
     texts_of,
 )
-from weft.transforms.server.refusals import Refusal, as_json, event, refusal_of
+from weft.transforms.server.refusals import Refusal, event, json_response, refusal_of
 from weft.transforms.server.streams import Output
 from weft.transforms.server.vocabulary import Vocabulary
 
@@ -46,7 +45,6 @@ _RETRY_SECONDS = 1
 _TOO_LONG = {"param": "max_tokens", "code": "context_length_exceeded"}
 _MOST_COMPILING = 64
 """Requests whose grammars may wait to be compiled."""
-_LOG = logging.getLogger("weft.server")
 
 
 class Server:
@@ -90,17 +88,17 @@ class Server:
     async def health(self, _: Request) -> Response:
         """200 while the engine takes requests."""
         self.host.check_open()
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def models(self, _: Request) -> Response:
         """The model and its adapters."""
-        return _json({"object": "list", "data": self._models()})
+        return json_response({"object": "list", "data": self._models()})
 
     async def one_model(self, request: Request) -> Response:
         """The model or an adapter, by its name."""
         name = request.path_params["name"]
         self._adapter(name)
-        return _json(next(own for own in self._models() if own["id"] == name))
+        return json_response(next(own for own in self._models() if own["id"] == name))
 
     def _models(self) -> list[dict[str, Any]]:
         known = [(self.name, None), *((name, self.name) for name in self.adapters)]
@@ -112,7 +110,7 @@ class Server:
 
     async def version(self, _: Request) -> Response:
         """The version of weft."""
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def show_metrics(self, _: Request) -> Response:
         """Counters and histograms, in Prometheus' text format."""
@@ -132,12 +130,12 @@ class Server:
             ids = await self._encode_chat(body.messages, {"add_generation_prompt": body.add_generation_prompt})
         else:
             ids = await self._encode(body.prompt, body.add_special_tokens)
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         body = await read_body(request, self.limits, DetokenizeRequest)
-        return _json({"prompt": await asyncio.to_thread(self.model.decode, body.tokens)})
+        return json_response({"prompt": await asyncio.to_thread(self.model.decode, body.tokens)})
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`."""
@@ -147,7 +145,7 @@ class Server:
         prompts = [await self._encode(own) if isinstance(own, str) else own for own in body.prompt]
         wanted = body.logprobs
         prompt_logprobs = wanted if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-        asked = await self._asked(body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs)
+        asked = await self._asked(request, body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs)
         shown = body.prompt if body.echo else [""] * len(prompts)
         texts = [own if isinstance(own, str) else self.model.decode(own) or "" for own in shown]
         form = TextForm(asked, body, texts)
@@ -162,7 +160,7 @@ class Server:
         ids = await self._encode_chat(body.messages, variables)
         most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        asked = await self._asked(body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs)
+        asked = await self._asked(request, body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs)
         return await self._answer(request, asked, ChatForm(asked, body))
 
     # What they have in common
@@ -183,14 +181,14 @@ class Server:
         def encode() -> list[int]:
             if special or tokenizer is None:
                 return self.model.encode(text)
-            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+            return token_ids(tokenizer, text, special=False)
 
         return await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode()
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that cannot fit, before it is encoded, which would keep others waiting."""
-        longest = 1 if self.vocabulary is None else self.vocabulary.longest
-        if len(text) > self.max_model_len * longest:
+        longest = None if self.vocabulary is None else self.vocabulary.longest
+        if longest is not None and len(text) > self.max_model_len * longest:
             seen = f"This model's maximum context length is {self.max_model_len} tokens. However, you requested"
             raise Refusal(400, f"{seen} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG)
 
@@ -204,6 +202,7 @@ class Server:
 
     async def _asked(
         self,
+        request: Request,
         body: Sampled,
         kind: str,
         prompts: list[list[int]],
@@ -211,8 +210,9 @@ class Server:
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> Asked:
-        """A checked request."""
-        check_lists(body, self.limits, self.model.config.vocab_size)
+        """A checked request. It is under way from here on: a signal lets it end."""
+        self.host.check_open()
+        check_limits(body, self.limits, self.model.config.vocab_size, max(logprobs or 0, prompt_logprobs or 0))
         adapter, limit = self._adapter(body.model), self.max_model_len
         longest = max(map(len, prompts))
         if max_tokens is not None and max_tokens < 1:
@@ -227,18 +227,14 @@ class Server:
                 f"{len(prompts)} prompts with n={body.n} are {count} completions; at most {self.host.max_open} at once"
             )
             raise Refusal(400, seen, param="n")
-        most, asked = self.limits.max_logprobs, max(logprobs or 0, prompt_logprobs or 0)
-        if most is not None and asked > most:
-            seen = f"{asked} logprobs of a token; at most {most}, by `weft serve --max-logprobs`"
-            raise Refusal(400, seen, param="logprobs")
         grammar = None
         if body.response_format is not None and body.response_format.type != "text":
-            grammar = await self._compiled(body.response_format.model_dump(by_alias=True, exclude_none=True))
+            form = body.response_format.model_dump(by_alias=True, exclude_none=True)
+            grammar = await unless_gone(request, self._compiled(form))
         own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras}
         own |= {"cache_salt": body.cache_salt, "captured": body.weft.captured, "grammar": grammar}
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
         requests = [Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts]
-        self.host.check_open()
         self.host.check_room(count)
         writer = Writer(f"{kind}-{secrets.token_hex(12)}", body.model or self.name, self.vocabulary)
         return Asked(body, requests, writer)
@@ -270,7 +266,7 @@ class Server:
             )
         async with contextlib.aclosing(parts):
             await unless_gone(request, _exhaust(parts))
-        return _json(form.whole())
+        return json_response(form.whole())
 
     async def _events(
         self, first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form
@@ -285,7 +281,7 @@ class Server:
                     yield event(form.usage_chunk)
                 yield b"data: [DONE]\n\n"
             except Exception as error:
-                yield event(_logged(refusal_of(error), error).body)
+                yield event(refusal_of(error).body)
 
     async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Sequence[Part], None]:
         """The parts of all choices as they come, within the time limit."""
@@ -339,10 +335,10 @@ class Server:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                found = _logged(refusal_of(error), error)
+                found = refusal_of(error)
                 self.metrics.refuse(found.status)
                 headers = {"retry-after": str(_RETRY_SECONDS)} if found.status in (429, 503) else {}
-                return _json(found.body, found.status, headers)
+                return json_response(found.body, found.status, headers)
 
         return guarded
 
@@ -383,16 +379,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     seen = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
     code = "method_not_allowed" if status == 405 else "not_found"
-    return _json(Refusal(status, seen, code=code).body, status, getattr(error, "headers", None))
-
-
-def _logged(refusal: Refusal, error: BaseException) -> Refusal:
-    """The refusal; an error that is the server's own is logged with its traceback."""
-    if refusal.status == 500 and not isinstance(error, WeftError | Refusal):
-        _LOG.error("a request was answered by %d", refusal.status, exc_info=error)
-    return refusal
-
-
-def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    raw = as_json(body)
-    return Response(raw, status, headers, media_type="application/json")
+    return json_response(Refusal(status, seen, code=code).body, status, getattr(error, "headers", None))

@@ -1,7 +1,9 @@
 """Bodies of requests, read within limits; and clients that go before they are answered."""
 
 import asyncio
+import difflib
 import json
+import reprlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -9,7 +11,7 @@ import attrs
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from weft.transforms.server.protocol import Sampled, checked
+from weft.transforms.server.protocol import INSTEAD, Sampled, checked
 from weft.transforms.server.refusals import Refusal
 
 T = TypeVar("T")
@@ -30,6 +32,7 @@ class ServerLimits:
         max_logprobs: of a token; None: as the engine has it.
         max_prompts: prompts of a request.
         max_stops: stop texts of a request, all of which are looked for at each token; and bad words.
+        has_priorities: a request may come before others, by its `priority`.
         timeout: seconds from a request's body until its last token; None: no limit.
         body_timeout: seconds in which a body must come.
     """
@@ -39,6 +42,7 @@ class ServerLimits:
     max_logprobs: int | None = None
     max_prompts: int = 256
     max_stops: int = 128
+    has_priorities: bool = False
     timeout: float | None = None
     body_timeout: float = 30.0
 
@@ -72,19 +76,39 @@ def _parsed(raw: bytes, kind: type[BaseModel]) -> Any:
     try:
         return checked(kind, given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))[:200]
-        raise Refusal(400, f"{place or 'the body'}: {first['msg']}", param=place or None) from None
+        raise _refusal(error, kind) from None
 
 
-def check_lists(body: Sampled, limits: ServerLimits, vocab_size: int) -> None:
-    """Refuse more completions or longer lists than may be: each costs time at each token.
+def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
+    """The refusal of the first field that is wrong."""
+    first = error.errors(include_url=False)[0]
+    names, said = [str(part) for part in first["loc"]], first["msg"]
+    place, name = ".".join(names)[:200], names[0] if names else ""
+    instead = INSTEAD.get(name)
+    if first["type"] == "extra_forbidden":
+        said = "this server has no such field"
+        near = difflib.get_close_matches(name, kind.model_fields, n=1) if len(names) == 1 else []
+        instead = instead or next(iter(near), None)
+    ours = {"call": place, "seen": reprlib.repr(first["input"]), "instead": instead or said}
+    message = f"{place or 'the body'}: {said}" + (f"; instead: {instead}" if instead else "")
+    return Refusal(400, message, param=place or None, weft=ours)
+
+
+def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs: int) -> None:
+    """Refuse more completions, longer lists or more logprobs than may be: each costs time at each token. And refuse a
+    priority, if requests have none here.
 
     Raises:
         Refusal: 400, with the field.
     """
     if body.n > limits.max_n:
         raise Refusal(400, f"n={body.n}; at most {limits.max_n}", param="n")
+    if limits.max_logprobs is not None and logprobs > limits.max_logprobs:
+        seen = f"{logprobs} logprobs of a token; at most {limits.max_logprobs}, by `weft serve --max-logprobs`"
+        raise Refusal(400, seen, param="logprobs")
+    if body.priority and not limits.has_priorities:
+        seen = "this server takes requests as they come; it has priorities by `weft serve --scheduling-policy priority`"
+        raise Refusal(400, f"priority={body.priority}; {seen}", param="priority")
     for name, what, given in (("stop", "stop texts", body.stop), ("bad_words", "bad words", body.bad_words)):
         texts = [given] if isinstance(given, str) else given or []
         if len(texts) > limits.max_stops:

@@ -72,7 +72,7 @@ class Host(ABC):
         self._asked: dict[int, asyncio.Future[Stats]] = {}
         self._names = itertools.count()
         self.num_open = 0
-        self.is_closing = False
+        self.is_closing = self._has_ended = False
 
     @abstractmethod
     async def open(self) -> None:
@@ -97,12 +97,17 @@ class Host(ABC):
             raise BusyError("a request", seen, "the same request later")
 
     def check_open(self) -> None:
-        """Raise ClosedError unless the engine takes requests."""
+        """Raise ClosedError unless the engine takes new requests."""
+        self._check_running()
+        if self.is_closing:
+            raise ClosedError("a request", "a server that is being stopped", "another server, or this one later")
+
+    def _check_running(self) -> None:
         if self.fault is not None:
             instead = "start the server anew; its log has the error"
             raise ClosedError("a request", f"a step that raised {self.fault}", instead)
-        if self.is_closing:
-            raise ClosedError("a request", "a server that is being stopped", "another server, or this one later")
+        if self._has_ended:
+            raise ClosedError("a request", "a server that was stopped", "another server, or this one later")
 
     async def stats(self) -> Stats:
         """The engine's counts, taken between two steps."""
@@ -118,14 +123,14 @@ class Host(ABC):
 
     async def stream(self, requests: Sequence[Add]) -> AsyncGenerator[list[Output], None]:
         """The outputs of requests, several at a time, until all of their completions have ended. A consumer that stops
-        aborts them.
+        aborts them. A server that is being stopped goes on with them: new ones are refused before, by `check_open`.
 
         Raises:
             BusyError: too many requests wait.
-            ClosedError: the engine takes no requests, or failed meanwhile.
+            ClosedError: the engine has ended, or failed meanwhile.
             RequestError: what `Engine.add` refuses.
         """
-        self.check_open()
+        self._check_running()
         count = sum(request.sampling.n for request in requests)
         self.check_room(count)
         listener, tokenizer = _Listener(), self.model.tokenizer
@@ -172,7 +177,7 @@ class Host(ABC):
                     listener.arrived.set()
 
     def _end(self, ended: Ended) -> None:
-        self.fault, self.is_final = ended.fault, ended.is_final
+        self.fault, self.is_final, self._has_ended = ended.fault, ended.is_final, True
         self.is_closing |= ended.fault is None
         for _, listener in self._listeners.values():
             listener.error = ended.error()

@@ -110,12 +110,11 @@ class Listener(uvicorn.Server):
         app: the application.
         engine_host: of the application.
         name: of the model.
-        host, port: to listen on.
     """
 
-    def __init__(self, app: Starlette, engine_host: Host, name: str, host: str, port: int) -> None:
+    def __init__(self, app: Starlette, engine_host: Host, name: str) -> None:
         logs: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, host, port, http=Connection, ws="none", **logs))
+        super().__init__(uvicorn.Config(app, http=Connection, ws="none", **logs))
         self.engine_host, self.name = engine_host, name
 
     @contextlib.contextmanager
@@ -154,10 +153,10 @@ class Listener(uvicorn.Server):
                 print(f"{self.name} is served at http://{place}:{port}/v1", flush=True)
 
 
-def listen(app: Starlette, engine_host: Host, name: str, host: str, port: int) -> Listener:
-    """A listener with as many file descriptors as the system allows; `run()` serves."""
+def listen(app: Starlette, engine_host: Host, name: str) -> Listener:
+    """A listener with as many file descriptors as the system allows; `run(sockets)` serves."""
     Connection.max_connections = min(MAX_CONNECTIONS, _raise_file_limit() - _SPARE_FILES)
-    return Listener(app, engine_host, name, host, port)
+    return Listener(app, engine_host, name)
 
 
 def _raise_file_limit() -> int:

@@ -1,11 +1,13 @@
 """What the server has done, as Prometheus reads it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from weft.transforms.engine.stats import Stats
 
@@ -21,6 +23,24 @@ _COUNTS = {
     "prefix_tokens": "tokens of prompts that were found in the prefix cache",
     "captures": "captured graphs",
 }
+
+
+class _EngineCounts(Collector):
+    """The engine's own counts, as it last told them."""
+
+    def __init__(self, model: str) -> None:
+        self.stats: Stats | None = None
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics; none before the engine has told any."""
+        if self.stats is None:
+            return
+        for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTS)):
+            for name, what in names.items():
+                family = kind(f"weft_{name}", what, labels=("model_name",))
+                family.add_metric((self._model,), getattr(self.stats, name))
+                yield family
 
 
 class Metrics:
@@ -42,11 +62,11 @@ class Metrics:
         self.whole = histogram("request", "from a request's body to its last token")
         self._prompt_tokens = Counter("weft_prompt_tokens", "tokens of prompts", **own).labels(model)
         self._tokens = Counter("weft_generation_tokens", "generated tokens", **own).labels(model)
-        ends = {**own, "labelnames": ("model_name", "reason")}
-        self._ended = Counter("weft_completions", "completions that ended, by reason", **ends)
-        self._refused = Counter("weft_refused", "requests that were answered by an error, by status", **ends)
-        self._gauges = {name: Gauge(f"weft_{name}", what, **own).labels(model) for name, what in _GAUGES.items()}
-        self._counts = {name: Gauge(f"weft_{name}", what, **own).labels(model) for name, what in _COUNTS.items()}
+        by_reason, by_status = ({**own, "labelnames": ("model_name", name)} for name in ("reason", "status"))
+        self._ended = Counter("weft_completions", "completions that ended, by reason", **by_reason)
+        self._refused = Counter("weft_refused", "requests that were answered by an error, by status", **by_status)
+        self._engine = _EngineCounts(model)
+        self._registry.register(self._engine)
 
     def begin(self, prompt_tokens: int) -> "Clock":
         """The clock of a request."""
@@ -67,9 +87,7 @@ class Metrics:
 
     def text(self, stats: Stats | None) -> tuple[bytes, int, dict[str, str]]:
         """The metrics as a body, a status and headers."""
-        for name, gauge in {**self._gauges, **self._counts}.items():
-            if stats is not None:
-                gauge.set(getattr(stats, name))
+        self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry), 200, {"content-type": CONTENT_TYPE_LATEST}
 
 

@@ -9,8 +9,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 
-_UNUSED = "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"
+_UNUSED = (
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
+    "parallel_tool_calls",
+)  # fmt: skip
 """Fields of OpenAI's API that say nothing about the completion."""
+_NO_TOOLS = "messages alone: this server calls no tools; response_format makes the answer JSON"
+INSTEAD = {
+    "guided_json": 'response_format={"type": "json_schema", "json_schema": {"schema": ...}}',
+    "guided_regex": 'response_format={"type": "regex", "regex": ...}',
+    "guided_choice": 'response_format={"type": "regex", "regex": "(one|other)"}',
+    "guided_grammar": 'response_format={"type": "grammar", "grammar": ...}',
+    "structured_outputs": "response_format, of type json_schema, json_object, regex or grammar",
+    "best_of": "n, and the choice with the best logprobs",
+    "chat_template": "weft serve --chat-template FILE",
+    "extra_body": "its fields, beside the others",
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _NO_TOOLS),
+}
+"""Fields that vLLM or OpenAI's API has, and what to write instead of them."""
 
 
 def _without_unused(given: Any) -> Any:
@@ -161,8 +177,8 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
-    suffix: None = None
-    best_of: None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
     return_tokens_as_token_ids: bool = False
 
 
@@ -177,7 +193,7 @@ class ChatRequest(Sampled):
     add_generation_prompt: bool = True
     continue_final_message: Literal[False] = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none"] | None = None
 
 

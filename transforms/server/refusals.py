@@ -1,10 +1,16 @@
 """Errors as answers, in OpenAI's form with ours inside; and answers as JSON."""
 
 import json
+import logging
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import Response
 
 from weft.errors import RequestError, WeftError
 from weft.transforms.server.host import BusyError, ClosedError
+
+_LOG = logging.getLogger("weft.server")
 
 
 class Refusal(Exception):
@@ -16,7 +22,14 @@ class Refusal(Exception):
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """The answer to an error."""
+    """The answer to an error. One that is the server's own is logged with its traceback."""
+    found = _refusal_of(error)
+    if found.status == 500 and not isinstance(error, WeftError | Refusal):
+        _LOG.error("a request was answered by %d", found.status, exc_info=error)
+    return found
+
+
+def _refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, WeftError):
@@ -47,6 +60,11 @@ def as_json(body: Any) -> bytes:
         return _ENCODER.encode(body).encode()
     except ValueError:
         return _ENCODER.encode(_finite(body)).encode()
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A body as an answer."""
+    return Response(as_json(body), status, headers, media_type="application/json")
 
 
 def _finite(value: Any) -> Any:

@@ -16,13 +16,30 @@ def _byte_of() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
-def _kinds(part: Any) -> set[str]:
-    """The types of a tokenizer's part, and of the parts in it."""
+def _parts(part: Any) -> list[dict[str, Any]]:
+    """A part of a tokenizer, and all parts within it."""
     if isinstance(part, list):
-        return set().union(*map(_kinds, part)) if part else set()
+        return [each for own in part for each in _parts(own)]
     if not isinstance(part, dict):
-        return set()
-    return {str(part.get("type"))}.union(*(_kinds(own) for own in part.values()))
+        return []
+    return [part, *(each for own in part.values() for each in _parts(own))]
+
+
+def _types(part: Any) -> set[Any]:
+    return {own.get("type") for own in _parts(part)}
+
+
+def _most_joined(normalizer: Any) -> int | None:
+    """How many characters of a text a normalizer makes one of, at most; None: not known."""
+    for own in (each for each in _parts(normalizer) if each.get("type") == "Replace"):
+        if len(own.get("content", "")) < len(own["pattern"].get("String", own["pattern"].get("Regex", ""))):
+            return None
+        if "String" not in own["pattern"]:
+            return None
+    kept = {"Sequence", "Prepend", "Replace", "NFD", "NFKD", "ByteLevel", None}
+    if not _types(normalizer) <= kept | {"NFC"}:
+        return None
+    return 4 if "NFC" in _types(normalizer) else 1  # U+1F82 is composed of four
 
 
 @attrs.frozen(eq=False)
@@ -32,23 +49,41 @@ class Vocabulary:
     Args:
         tokenizer: of the model.
         size: the number of tokens of the model, of which a tokenizer may have fewer.
-        kind: `byte_level`, `byte_fallback` or `raw`: how the tokenizer writes bytes in its tokens.
     """
 
     tokenizer: Tokenizer
     size: int
-    kind: str = attrs.field(init=False)
+    _file: dict[str, Any] = attrs.field(init=False, repr=False)
     _texts: dict[int, str] = attrs.field(init=False, factory=dict, repr=False)
 
-    @kind.default
-    def _kind_of_decoder(self) -> str:
-        kinds = _kinds(json.loads(self.tokenizer.to_str()).get("decoder"))
+    @_file.default
+    def _read(self) -> dict[str, Any]:
+        file: dict[str, Any] = json.loads(self.tokenizer.to_str())
+        file["model"] = {name: own for name, own in file["model"].items() if name not in ("vocab", "merges")}
+        return file
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """How the tokenizer writes bytes in its tokens: `byte_level`, `byte_fallback` or `raw`."""
+        kinds = _types(self._file.get("decoder"))
         return "byte_level" if "ByteLevel" in kinds else "byte_fallback" if "ByteFallback" in kinds else "raw"
 
     @functools.cached_property
-    def longest(self) -> int:
-        """The most characters that a token stands for; a longer text has more tokens than one."""
-        return max(len(self.written(token)) for token in range(self.size))
+    def longest(self) -> int | None:
+        """The most characters of a text that a token stands for. None: any number, as some tokenizers drop spaces, or
+        have one token for all words that they do not know."""
+        file, model = self._file, self._file["model"]
+        joined = _most_joined(file.get("normalizer"))
+        dropped = any("Removed" in own.values() for own in _parts(file.get("pre_tokenizer")))
+        dropped |= any(own.get("lstrip") or own.get("rstrip") for own in file.get("added_tokens", ()))
+        if self.kind == "byte_level":
+            knows_all = all(self.tokenizer.token_to_id(char) is not None for char in _byte_of())
+        else:
+            knows_all = self.kind == "byte_fallback" and bool(model.get("byte_fallback"))
+        spaces = _types(file.get("pre_tokenizer")) & {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
+        if joined is None or dropped or spaces or not knows_all:
+            return None
+        return joined * max(len(self.written(token)) for token in range(self.size))
 
     def text(self, token: int) -> str:
         """The token as text, with U+FFFD for bytes that are no character by themselves."""

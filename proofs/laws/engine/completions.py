@@ -7,6 +7,7 @@ import attrs
 from torch import Tensor
 
 from weft.proofs.checks.difference import LawViolation
+from weft.proofs.serving import check_ends
 from weft.proofs.strategies.engine.engines import Half, Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.completion import CompletionState
@@ -17,9 +18,6 @@ from weft.transforms.engine.requests import sample_seeds
 
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
 """The tokens of each call's completions, and their finish reasons."""
-
-MOST_STEPS = 3000
-"""The number of steps after which an engine is taken to run forever; drawn loads take about a hundred."""
 
 
 def engine_serves_as_alone(load: Load) -> None:
@@ -95,12 +93,6 @@ def run(
     while not engine.is_idle:
         engine.step()
     return {key: (track.token_ids, track.reason) for key, track in tracks.items()}
-
-
-def check_ends(law: str, steps: int) -> None:
-    """Raise LawViolation if the engine has run more than `MOST_STEPS` steps since the last call came."""
-    if steps > MOST_STEPS:
-        raise LawViolation(f"{law}: requests that had not ended {MOST_STEPS} steps after the last one came")
 
 
 def check_nothing_is_left(engine: Engine) -> None:

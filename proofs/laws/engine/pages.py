@@ -7,7 +7,7 @@ import attrs
 
 from weft.batch import LAST_TOKEN
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.serving import happen, read_made_up
+from weft.proofs.serving import check_ends, happen, read_made_up
 from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.requests import HostState
 from weft.transforms.engine.scheduler import outdate, schedule
@@ -96,6 +96,7 @@ def pages_are_of_the_parameters(trace: Trace, changes: Collection[int]) -> None:
     host, device = HostState.empty(trace.budget, trace.num_pages, trace.page_size), Device(trace.page_size)
     tick, last = 0, max(arrival.tick for arrival in trace.arrivals)
     while tick <= last or not host.is_idle:
+        check_ends("L9 pages", tick - last)
         works: list[Work] = []
         for _ in range(trace.window):
             host = happen(trace, host, tick)
