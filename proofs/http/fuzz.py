@@ -145,7 +145,7 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                     found.failures.append(f"after {done + count} attacks requests are under way: {server.metrics()}")
                 if done == 0:
                     _hold_idle(server, idle_connections, found)
-                found.held[done + count] = settled(server) | {"captures": int(server.metrics()["captures"])}
+                found.held[done + count] = settled(server) | {"captures": int(server.metrics()["captures_total"])}
         _check_end(server, known, trap, found)
     found.seconds = time.perf_counter() - begin
     return found

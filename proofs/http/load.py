@@ -240,7 +240,7 @@ def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
         return
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
-    found.preempted = int(server.metrics()["preempted"])
+    found.preempted = int(server.metrics()["preempted_total"])
     for place in range(0, len(run.requests), 10):
         again = run._alone(run.requests[place])
         if any(one.difference(other) for one, other in zip(again, run.alone[place], strict=True)):

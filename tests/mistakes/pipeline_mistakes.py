@@ -123,7 +123,7 @@ MISTAKES = {
         RankError,
         "rank 0: 'the whole step'",
         "rank 1 failed at 'run stage 1 [mb 0]': no progress for 0.2 s",
-        "mend what failed on rank 1; a transport's timeout=... says how long it may keep others",
+        "mend what failed on rank 1; if it needs longer, a greater timeout= or --timeout",
     ),
     "pipeline: a program that cannot end": Mistake(
         lambda: check(parse_listing(DEADLOCK)),

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -66,6 +68,35 @@ def test_neither_process_outlives_the_other(dies: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"{taken.getsockname()[1]}"
+        words = [sys.executable, "-m", "weft", "serve", str(DEMO), "--port", port]
+        found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2
+    assert f"weft serve --host 127.0.0.1 --port {port}\n  saw: Address already in use" in found.stderr
+    assert "loading" not in found.stderr
+
+
+@pytest.mark.slow
+def test_what_it_does_before_it_listens() -> None:
+    with serving("--graph", "full_decode_only", "--no-prefix-caching") as (process, url):
+        for _ in range(2):
+            post(url, prompt=[5] * 70)
+        metrics = urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=20).read().decode()
+        assert 'weft_prefix_tokens_total{model_name="demo"} 0.0' in metrics
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        said = [line.split(" s  ")[1] for line in process.stderr.read().splitlines() if " s  " in line]
+    assert said[:3] == [
+        "loading demo",
+        "making its engine, on cpu in bfloat16",
+        "capturing graphs of mode full_decode_only",
+    ]
+    assert re.fullmatch(r"\d+ graphs?; \d+ pages of the KV cache", said[3])
+
+
+@pytest.mark.slow
 def test_a_preset_has_random_weights_and_takes_token_ids() -> None:
     with serving("--graph", "none", model=("--preset", "tiny")) as (_, url):
         found = post(url, prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
@@ -76,7 +107,14 @@ def test_a_preset_has_random_weights_and_takes_token_ids() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--pp", "2", "--transport", "local"), ("--graph", "none", "--speculate", "2")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--graph", "full_and_piecewise"),
+        ("--pp", "2", "--transport", "local", "--graph", "full"),
+        ("--speculate", "2"),
+    ],
+)
 def test_it_answers_and_lets_requests_end(flags: tuple[str, ...]) -> None:
     [expected] = generate(load(DEMO, "cpu"), [BODY["prompt"]], max_tokens=300)
     found: list[Any] = []

@@ -173,11 +173,11 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(listening, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(listening, "STALL_SECONDS", 0.5)
     with served(model, limits=EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=512)) as inner:
-        found = Listener(inner.server.app(), inner.host, "demo", "127.0.0.1", 0)
-        thread = threading.Thread(target=lambda: asyncio.run(found._serve()), daemon=True)
+        found, bound = Listener(inner.server.app(), inner.host, "demo"), socket.socket()
+        bound.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=lambda: asyncio.run(found._serve([bound])), daemon=True)
         thread.start()
         until(lambda: found.started)
-        bound = found.servers[0].sockets[0]
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # or the system takes answers in for slow clients
         port = bound.getsockname()[1]
         yield Served(f"http://127.0.0.1:{port}", port, inner.host, inner.server, inner.stop)
@@ -205,6 +205,20 @@ def test_a_second_head_on_a_connection_has_its_time_too(listener: Served) -> Non
         assert first.status == 200
         own.sendall(b"GET /hea")
         assert own.recv(100) == b""
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1/completions"])
+def test_a_body_that_goes_on_after_its_answer_closes_the_connection(listener: Served, path: str) -> None:
+    """404 of a path that is not there, and 413 of a body that is too large, are answered before the body has come."""
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.sendall(f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99999999\r\n\r\n".encode())
+        own.settimeout(10)
+        begin, read = time.monotonic(), bytearray()
+        while more := own.recv(4096):
+            read += more
+            own.sendall(b" ")
+        assert time.monotonic() - begin > 0.2
+        assert read.split()[1] in (b"404", b"413")
 
 
 def test_an_answer_that_takes_longer_than_a_head_is_whole(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,12 @@ def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
         ({"n": 1000}, "BadRequestError", "n", "at most 128"),
         ({"logprobs": 50}, "BadRequestError", None, "num_logprobs=50"),
         ({"logit_bias": {"a": 1}}, "BadRequestError", None, "token ids, as strings of digits"),
-        ({"extra_body": {"temprature": 1}}, "BadRequestError", "temprature", "Extra inputs"),
+        (
+            {"extra_body": {"temprature": 1}},
+            "BadRequestError",
+            "temprature",
+            "this server has no such field; instead: temperature",
+        ),
         ({"extra_body": {"weft": {"extras": {"v": [1.0]}}}}, "BadRequestError", None, "extras"),
     ],
     ids=str,

@@ -2,7 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterator
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -82,6 +85,54 @@ def test_other_grammars(server: Served) -> None:
     [choice] = ask(server, response_format={"type": "json_object"}, max_tokens=40, temperature=0)
     assert choice["text"].lstrip().startswith("{")
     assert ask(server, response_format={"type": "text"}, max_tokens=4) != []
+
+
+@pytest.fixture
+def compiler(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Grammars are compiled once the event is set."""
+    event, compiled = threading.Event(), server.server._compile_grammar
+
+    def late(form: Any) -> str:
+        assert event.wait(20)
+        return compiled(form)
+
+    monkeypatch.setattr(server.server, "_compile_grammar", late)
+    yield event
+    event.set()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_request_whose_grammar_is_compiled_is_under_way(
+    server: Served, compiler: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is told to stop lets it end, and refuses those that come after."""
+    form, found = {"type": "regex", "regex": "ab"}, list[Any]()
+    asking = threading.Thread(target=lambda: found.append(ask(server, response_format=form)))
+    asking.start()
+    until(lambda: server.server._num_compiling == 1)
+    monkeypatch.setattr(server.host, "is_closing", True)
+    late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "A"})
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "closed")
+    compiler.set()
+    asking.join(20)
+    assert [choice["text"] for choice in found[0]] == ["ab"]
+
+
+def test_a_client_that_goes_while_its_grammar_is_compiled(server: Served, compiler: threading.Event) -> None:
+    raw = json.dumps({"prompt": "A", "response_format": {"type": "regex", "regex": "a"}}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
+        )
+        until(lambda: server.server._num_compiling == 1)
+    until(lambda: server.server._num_compiling == 0)
+    assert server.host.num_open == 0
 
 
 @pytest.mark.parametrize(

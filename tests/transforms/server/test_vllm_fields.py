@@ -89,6 +89,55 @@ def test_null_is_a_fields_default(server: Served, route: str) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, own)
 
 
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"guided_json": {}}, '"json_schema"'),
+        ({"guided_choice": ["a"]}, '"regex"'),
+        ({"structured_outputs": {"json": {}}}, "response_format"),
+        ({"best_of": 3}, "instead: n,"),
+        ({"tools": [{"type": "function"}]}, "this server calls no tools"),
+        ({"tool_choice": "auto"}, "this server calls no tools"),
+        ({"max_token": 3}, "instead: max_tokens"),
+        ({"nothing_like_it": 3}, "this server has no such field"),
+        ({"top_p": "high"}, "a valid number"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_what_to_write_instead(server: Served, route: str, field: dict[str, Any], words: str) -> None:
+    own = {"messages": [{"role": "user", "content": "a"}]} if route.startswith("chat") else {"prompt": "a"}
+    answer = httpx.post(f"{server.url}/v1/{route}", json={**own, **field})
+    [(name, given)] = field.items()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"].split(".")[0], error["weft"]["call"].split(".")[0]) == (400, name, name)
+    assert words in error["message"]
+    assert error["weft"]["instead"] in error["message"]
+    assert error["weft"]["seen"].strip("'") in f"{given}"
+
+
+def test_fields_that_ask_for_nothing(server: Served) -> None:
+    asked(server, best_of=1, suffix="", parallel_tool_calls=True, user="somebody")
+    asked(server, "chat/completions", tools=[], tool_choice="none")
+
+
+def test_priorities_are_for_servers_that_have_them(model: Model) -> None:
+    for has, status in ((False, 400), (True, 200)):
+        with served(model, limits_of=ServerLimits(has_priorities=has)) as server:
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "priority": -1})
+            assert answer.status_code == status
+            assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "priority": 0}).status_code == 200
+        assert has or "by `weft serve --scheduling-policy priority`" in answer.json()["error"]["message"]
+
+
+def test_metrics_that_only_grow_are_counters(server: Served) -> None:
+    asked(server)
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+    assert {kinds[f"weft_{name}"] for name in ("running", "waiting", "pages_held", "pages_free")} == {"gauge"}
+    assert {kinds[f"weft_{name}_total"] for name in ("preempted", "prefix_tokens", "captures")} == {"counter"}
+
+
 def test_more_logprobs_than_the_server_has(model: Model) -> None:
     with served(model, limits_of=ServerLimits(max_logprobs=5)) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "logprobs": 6})
