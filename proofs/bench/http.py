@@ -3,13 +3,15 @@
     python -m weft.proofs.bench.http --presets qwen3-0.6b qwen3-30b-a3b-fp8 --rates 4 16 inf --out FOLDER
     python -m weft.proofs.bench.http --models demo --device cpu --graph none --num-prompts 64 --output-len 64
     python -m weft.proofs.bench.http --url http://127.0.0.1:8000/v1 --vocab-size 32000
+    python -m weft.proofs.bench.http --presets qwen3-0.6b --vllm "vllm bench serve" --out FOLDER
 
 For each model a process first serves the requests by an `Engine` alone, as `weft bench` does, and ends. Then `weft
 serve` answers them on this machine, and this process is the client: streams of `/v1/completions` with random tokens
 as prompts, each on a connection of its own. At a finite rate requests arrive as a Poisson process; at `inf` all at
 once, as in the engine alone, which is what the ratio compares (medians of the repeats). Neither has logprobs. Each
 answer is checked to have the tokens that were asked for; otherwise the command exits with 1. Presets have random
-weights and no tokenizer, so that no text is made of their tokens.
+weights, and a tokenizer that is made here, with a text for each token. `--vllm` names the client of vLLM, which then
+asks the same server at the same rates.
 """
 
 import argparse
@@ -18,20 +20,27 @@ import json
 import math
 import multiprocessing
 import random
+import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from weft.display.plots import GREY, new_axes
 from weft.errors import MissingPackageError
 from weft.proofs.environment import environment
 from weft.proofs.http.client import Load, drive
 from weft.proofs.http.process import serving
-from weft.stages.known_models import DEMO
+from weft.stages.known_models import path_of
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.options import Bench
@@ -44,10 +53,21 @@ _START_SECONDS, _FINITE_SECONDS = 300.0, 15
 """The most seconds until the server listens, and those over which requests of a finite rate arrive."""
 
 
+def write_preset(folder: Path, name: str) -> None:
+    """A checkpoint folder without weights: the dimensions of a known model, and a tokenizer whose tokens are all
+    different texts."""
+    size = int(PRESETS[name]["vocab_size"])
+    tokens = [*ByteLevel.alphabet(), *(f"Ġt{number}" for number in range(size))][:size]
+    tokenizer = Tokenizer(BPE({token: place for place, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(False, use_regex=False), ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "config.json").write_text(json.dumps(PRESETS[name]))
+
+
 def options_of(given: argparse.Namespace, name: str) -> Bench:
     """The options of `weft bench` for a model."""
-    folder = str(DEMO) if name == "demo" else name
-    source: dict[str, Any] = {"preset": name} if name in PRESETS else {"model": folder}
+    source: dict[str, Any] = {"preset": name} if name in PRESETS else {"model": name}
     return Bench(
         **source,
         input_len=given.input_len,
@@ -76,9 +96,8 @@ def online(given: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dic
     shared: dict[str, Any] = {"url": url, "concurrency": given.concurrency, "seed": given.seed}
     asyncio.run(drive(Load(prompts=prompts(given.concurrency), output_len=_WARM_UP_TOKENS, **shared)))
     for rate in given.rates:
-        count = given.num_prompts if math.isinf(rate) else min(given.num_prompts, math.ceil(_FINITE_SECONDS * rate))
         for _ in range(given.repeats if math.isinf(rate) else 1):
-            load = Load(prompts=prompts(count), output_len=given.output_len, rate=rate, **shared)
+            load = Load(prompts=prompts(_count(given, rate)), output_len=given.output_len, rate=rate, **shared)
             yield asyncio.run(drive(load))
 
 
@@ -90,19 +109,67 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
         alone = pool.apply(offline, (options, given.repeats))
     for row in alone:
         print(f"{name:<18} {'alone':>6}: {show(row)}", flush=True)
-    flags = ["--preset", name] if options.preset else [name]
-    flags += ["--max-num-seqs", str(given.concurrency), "--max-model-len", str(sum(options.lengths))]
-    flags += ["--graph", given.graph, "--max-logprobs", "0", "--seed", str(given.seed)]
+    # vLLM's client makes prompts of a text again, of which a token or two may come to be more.
+    flags = ["--max-num-seqs", str(given.concurrency), "--max-model-len", str(sum(options.lengths) + 16)]
+    flags += ["--graph", given.graph, "--max-logprobs", "0", "--seed", str(given.seed), "--served-model-name", name]
     flags += ["--device", given.device] if given.device else []
-    rows = list[dict[str, Any]]()
-    with serving(*flags, seconds=_START_SECONDS, shows_log=True) as server:
-        for row in online(given, server.url, vocab_size):
-            rows.append(row)
-            print(f"{name:<18} {row['rate']:>6}: {show(row)}", flush=True)
+    flags += ["--load-format", "dummy"] if options.preset else []
+    rows, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) if options.preset else path_of(name, "--models")
+        if options.preset:
+            write_preset(folder, name)
+        with serving(str(folder), *flags, seconds=_START_SECONDS, shows_log=True) as server:
+            for row in online(given, server.url, vocab_size):
+                rows.append(row)
+                print(f"{name:<18} {row['rate']:>6}: {show(row)}", flush=True)
+            for rate in given.rates if given.vllm else ():
+                theirs.append(vllm_bench(given, server.url, name, folder, rate))
+                print(f"{name:<18} {rate:>6g}: {show(theirs[-1])} by vLLM's client", flush=True)
     speeds = [row["output_tokens_per_s"] for row in rows if row["rate"] == "inf"]
     own = statistics.median(row["output_tokens_per_s"] for row in alone)
     ratio = statistics.median(speeds) / own if speeds else None
-    return {"model": name, "flags": flags, "alone": alone, "rows": rows, "ratio": ratio}
+    return {"model": name, "flags": flags, "alone": alone, "rows": rows, "vllm": theirs, "ratio": ratio}
+
+
+def vllm_bench(given: argparse.Namespace, url: str, name: str, folder: Path, rate: float) -> dict[str, Any]:
+    """The figures of vLLM's client at a rate, for the same numbers and lengths of requests.
+
+    Raises:
+        RuntimeError: it did not end as it should.
+    """
+    count = _count(given, rate)
+    with tempfile.TemporaryDirectory() as results:
+        flags: dict[str, Any] = {"base-url": url.removesuffix("/v1"), "backend": "openai", "model": name}
+        flags |= {"endpoint": "/v1/completions", "tokenizer": folder, "dataset-name": "random"}
+        flags |= {"random-input-len": given.input_len, "random-output-len": given.output_len, "request-rate": rate}
+        flags |= {"num-prompts": count, "max-concurrency": given.concurrency, "seed": given.seed, "result-dir": results}
+        words = [*shlex.split(given.vllm), "--ignore-eos", "--save-result", "--result-filename", "result.json"]
+        words += [word for flag, own in flags.items() for word in (f"--{flag}", f"{own}")]
+        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"{shlex.join(words)} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
+        found = json.loads((Path(results) / "result.json").read_text())
+    times = {
+        key: {"mean": found[f"mean_{key}_ms"], "p50": found[f"median_{key}_ms"], "p99": found[f"p99_{key}_ms"]}
+        for key in ("ttft", "tpot", "itl")
+    }
+    completed, wrong = found["completed"], found["total_output_tokens"] != count * given.output_len
+    return {
+        "rate": f"{rate:g}",
+        "requests": count,
+        "completed": completed,
+        "failed": count - completed,
+        "wrong_lengths": int(wrong),
+        "seconds": found["duration"],
+        "output_tokens_per_s": found["output_throughput"],
+        **times,
+    }
+
+
+def _count(given: argparse.Namespace, rate: float) -> int:
+    """The requests at a rate."""
+    return int(given.num_prompts if math.isinf(rate) else min(given.num_prompts, math.ceil(_FINITE_SECONDS * rate)))
 
 
 def show(row: dict[str, Any]) -> str:
@@ -113,7 +180,7 @@ def show(row: dict[str, Any]) -> str:
         if row[name] is not None
     )
     more = "" if "failed" not in row else f"; {row['completed']} of {row['requests']} completed"
-    more += f", {row['tokens_per_event']:.2f} tokens an event" if more else ""
+    more += f", {row['tokens_per_event']:.2f} tokens an event" if "tokens_per_event" in row else ""
     return f"{row['output_tokens_per_s']:>9,.0f} tokens/s  ms: {times}{more}"
 
 
@@ -181,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--graph", default="full_and_piecewise", help="graph mode (full_and_piecewise)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is a GPU)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm", metavar="COMMAND", help="vLLM's client, as in 'vllm bench serve'")
     parser.add_argument("--out", type=Path, help="a folder for the record and the picture")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the record that a run has written")
     given = parser.parse_args(argv)
@@ -194,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.url:
         rows = [*online(given, given.url, given.vocab_size)]
         print(*map(show, rows), sep="\n")
-        records = [{"model": given.url, "flags": [], "alone": [], "rows": rows, "ratio": None}]
+        records = [{"model": given.url, "flags": [], "alone": [], "rows": rows, "vllm": [], "ratio": None}]
     else:
         records = [run(given, name) for name in (*given.presets, *given.models)]
     for record in records:
@@ -209,7 +277,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             draw_record(given.out / "http.json")
         except MissingPackageError as error:
             print(f"{error}\nThe record is written: draw it elsewhere, by --draw")
-    sys.exit(any(row["failed"] or row["wrong_lengths"] for record in records for row in record["rows"]))
+    sys.exit(
+        any(row["failed"] or row["wrong_lengths"] for record in records for row in (*record["rows"], *record["vllm"]))
+    )
 
 
 if __name__ == "__main__":

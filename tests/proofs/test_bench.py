@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from weft.ops.tiles import Tile
 from weft.proofs.bench import (
@@ -23,6 +25,7 @@ from weft.proofs.bench import (
 from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
 from weft.proofs.bench.tile_table import Product, Timed, best
 from weft.proofs.http.client import Answer, _Client
+from weft.stages.random_weights import PRESETS
 
 
 def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +160,53 @@ def test_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["ratio"] > 0
     assert "demo, alone, p50" in (tmp_path / "http.svg").read_text()
     assert "without HTTP" in capsys.readouterr().out.splitlines()[-1]
+
+
+CLIENT = """
+import argparse, json, urllib.request
+parser = argparse.ArgumentParser()
+for name in ("base-url", "backend", "model", "endpoint", "tokenizer", "dataset-name", "request-rate", "result-dir",
+             "result-filename"):
+    parser.add_argument(f"--{name}", required=True)
+for name in ("random-input-len", "random-output-len", "num-prompts", "max-concurrency", "seed"):
+    parser.add_argument(f"--{name}", required=True, type=int)
+parser.add_argument("--ignore-eos", action="store_true")
+parser.add_argument("--save-result", action="store_true")
+given, tokens = parser.parse_args(), 0
+for _ in range(given.num_prompts):
+    body = {"model": given.model, "prompt": "a b", "max_tokens": given.random_output_len}
+    body["ignore_eos"] = given.ignore_eos
+    sent = urllib.request.Request(given.base_url + given.endpoint, json.dumps(body).encode())
+    answer = json.load(urllib.request.urlopen(sent))
+    assert answer["choices"][0]["text"]
+    tokens += answer["usage"]["completion_tokens"]
+times = {f"{part}_{key}_ms": 1.5 for part in ("mean", "median", "p99") for key in ("ttft", "tpot", "itl")}
+with open(f"{given.result_dir}/{given.result_filename}", "w") as file:
+    json.dump({"completed": given.num_prompts, "total_output_tokens": tokens, "duration": 1.0, "output_throughput": 9.0}
+              | times, file)
+"""
+"""Takes the flags of `vllm bench serve` 0.24.0, and writes the fields of its results that are read."""
+
+
+@pytest.mark.slow
+def test_a_preset_has_a_tokenizer_and_vllms_client_asks_it_too(tmp_path: Path) -> None:
+    http.write_preset(tmp_path, "tiny")
+    tokenizer, size = AutoTokenizer.from_pretrained(tmp_path), PRESETS["tiny"]["vocab_size"]
+    assert len({tokenizer.decode([token]) for token in range(128, size)} | {"\ufffd"}) > size - 256
+    assert tokenizer.decode(tokenizer("two words").input_ids) == "two words"
+    pytest.importorskip("uvicorn")
+    (tmp_path / "client.py").write_text(CLIENT)
+    few = ("--presets", "tiny", "--device", "cpu", "--graph", "none", "--rates", "inf", "--num-prompts", "3")
+    sizes = ("--concurrency", "2", "--input-len", "3", "--output-len", "5", "--repeats", "1")
+    with pytest.raises(SystemExit) as ended:
+        http.main([*few, *sizes, "--vllm", f"{sys.executable} {tmp_path / 'client.py'}", "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    [record] = json.loads((tmp_path / "http.json").read_text())["models"]
+    [row] = record["vllm"]
+    assert (row["completed"], row["failed"], row["wrong_lengths"], row["ttft"]["p99"]) == (3, 0, 0, 1.5)
+    (tmp_path / "client.py").write_text("raise SystemExit('no such flag')")
+    with pytest.raises(RuntimeError, match=r"client.py --ignore-eos .* ended with 1:\nno such flag"):
+        http.main([*few, *sizes, "--vllm", f"{sys.executable} {tmp_path / 'client.py'}"])
 
 
 def test_a_client_counts_events_in_any_pieces() -> None:

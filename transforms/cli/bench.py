@@ -44,8 +44,6 @@ def run(options: Bench) -> int:
 def _check(options: Bench) -> None:
     """Refuse options that contradict each other."""
     tokens, pp = options.tokens_per_step, ",".join(map(str, options.splits))
-    if options.preset is not None and options.load_format == "auto":
-        options.refuse("--load-format auto", "a preset has no weights", "--load-format dummy, or --model DIR")
     if options.eval is not None and options.dummy:
         seen = "random weights; --eval scores the weights and the tokenizer of a folder"
         options.refuse(f"--eval {options.eval}", seen, "--model DIR, without --load-format dummy")

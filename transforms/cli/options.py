@@ -202,6 +202,24 @@ class RunOptions(ModelOptions):
 
 
 @attrs.frozen(kw_only=True)
+class WeightOptions(RunOptions):
+    """The options of a command that runs random weights, too."""
+
+    load_format: str | None = _general("dummy: random weights (default: auto; with --preset dummy)", ("auto", "dummy"))
+
+    @property
+    def dummy(self) -> bool:
+        """Whether the weights are random, drawn on the device."""
+        return self.preset is not None or self.load_format == "dummy"
+
+    def check(self) -> None:
+        """Refuse to load a preset's weights, also."""
+        super().check()
+        if self.preset is not None and self.load_format == "auto":
+            self.refuse("--load-format auto", "a preset has no weights", "--load-format dummy, or a checkpoint")
+
+
+@attrs.frozen(kw_only=True)
 class Demo(Options):
     """Generate from three prompts with the checkpoint that weft ships: eagerly, graphified, pipelined over 2 stages,
     and both. Compare tokens, logits and state after every step, and exit with 1 if they differ."""
@@ -242,7 +260,7 @@ class Generate(RunOptions):
 
 
 @attrs.frozen(kw_only=True)
-class Serve(RunOptions):
+class Serve(WeightOptions):
     """Serve a checkpoint over HTTP, by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /tokenize,
     /health, /metrics. It listens on this machine alone unless --host says otherwise. SIGTERM and Ctrl-C let requests
     end that are under way."""
@@ -278,14 +296,13 @@ class Serve(RunOptions):
 
 
 @attrs.frozen(kw_only=True)
-class Bench(RunOptions):
+class Bench(WeightOptions):
     """Serve many requests that all arrive at once, and measure when the host reads each token. With --eval, score a
     file of tasks in each graph mode and split instead, and exit with 1 if the scores differ."""
 
     command, usage = "bench", "(--model DIR | --preset NAME) [options]"
     summary = "measure serving, or score a file of tasks"
 
-    load_format: str | None = _general("dummy: random weights (default: auto; with --preset dummy)", ("auto", "dummy"))
     out: str | None = _general("write the JSON object to a file, too", FILE)
     workload: str = _measured(f"tokens in and out: {_SIZES}", tuple(WORKLOADS), "decode")
     input_len: int | None = _measured("tokens of each prompt; needs --output-len", COUNT)
@@ -305,11 +322,6 @@ class Bench(RunOptions):
     pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)
     graph: str | None = _how("graph mode (default full_and_piecewise; with --eval all, one by one)", (*MODES, "all"))
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
-
-    @property
-    def dummy(self) -> bool:
-        """Whether the weights are random, drawn on the device."""
-        return self.preset is not None or self.load_format == "dummy"
 
     @property
     def lengths(self) -> tuple[int, int]:

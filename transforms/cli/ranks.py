@@ -164,7 +164,13 @@ def open_model(options: RunOptions, here: Here) -> Model:
     if options.dummy and isinstance(options, Bench | Serve):
         config, name = read_config(options), options.model or str(options.preset)
         kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name, "kv_dtype": options.kv_dtype}
-        return _with_stages(options, random_model(config, seed=options.seed or 0, device=here.device, **kind))
+        model = random_model(config, seed=options.seed or 0, device=here.device, **kind)
+        if options.model is not None:
+            call = f"--model {options.model}"
+            checkpoint = open_checkpoint(options.model, call)
+            template = checkpoint.read_chat_template(call)
+            model = attrs.evolve(model, tokenizer=checkpoint.read_tokenizer(call, False), chat_template=template)
+        return _with_stages(options, model)
     kind = {"stage": here.stage, "progress": here.progress, "kv_dtype": options.kv_dtype}
     model = load(str(options.model), here.device, options.dtype, **kind)
     return _with_stages(options, model)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -104,6 +105,20 @@ def test_a_preset_has_random_weights_and_takes_token_ids() -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(url)
         assert b"pass token ids" in refused.value.read()
+
+
+@pytest.mark.slow
+def test_random_weights_of_a_folder_have_its_tokenizer(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    with serving("--load-format", "dummy", model=(str(tmp_path),)) as (_, url):
+        [choice] = post(url, ignore_eos=True)["choices"]
+    [expected] = generate(load(DEMO, "cpu"), [BODY["prompt"]], max_tokens=24)
+    assert choice["text"] not in ("", expected.text)
+    words = [sys.executable, "-m", "weft", "serve", "--preset", "tiny", "--load-format", "auto"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2
+    assert "weft serve --load-format auto\n  saw: a preset has no weights" in found.stderr
 
 
 @pytest.mark.slow
