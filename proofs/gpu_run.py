@@ -22,8 +22,8 @@ import torch
 
 from weft.batch import Batch
 from weft.sampling import SamplingParams
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.config import parse_config
-from weft.stages.known_models import DEMO
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import num_bytes

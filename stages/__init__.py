@@ -4,12 +4,12 @@ own."""
 from weft.ops.sampling.sample import sample
 from weft.stages.adapters import Adapter, load_adapter, reserve_slots, with_adapters, write_slot
 from weft.stages.attention.context import attend, attention_scores, weighted_values
-from weft.stages.chat import ChatTemplate
+from weft.stages.checkpoints.chat import ChatTemplate
+from weft.stages.checkpoints.formats import load_config, load_params
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
-from weft.stages.formats import load_config, load_params
 from weft.stages.functions import StageFunctions
-from weft.stages.known_models import DEMO
 from weft.stages.layout import StageLayout, balance, split_layers, split_model
 from weft.stages.model import Model, load
 from weft.stages.module import ModuleStage, from_module

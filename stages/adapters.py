@@ -14,7 +14,7 @@ from weft.arguments.checks import Rule, check_values
 from weft.arguments.expressions import Expression, read_expression
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import ConfigError, ProgramError, RequestError
-from weft.stages.checkpoint import (
+from weft.stages.checkpoints.reading import (
     FLOATS,
     Origin,
     check_tensor,

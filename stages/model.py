@@ -14,13 +14,14 @@ from weft.arguments.checks import Rule, check_values, kind_of, names_arguments, 
 from weft.arguments.equivalents import LOAD
 from weft.errors import ProgramError, RequestError
 from weft.ops.attention.backends import AttentionBackend
-from weft.stages.chat import ChatTemplate, Messages, render_chat
-from weft.stages.checkpoint import Origin, checked_device, digest_params, read_params
+from weft.stages.checkpoints.chat import ChatTemplate, Messages, render_chat
+from weft.stages.checkpoints.formats import open_checkpoint
+from weft.stages.checkpoints.reading import Origin, checked_device, digest_params, read_params
+from weft.stages.checkpoints.tokenizer import token_ids, tokenizer_failures
 from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_kv_dtype, pick_stage
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
 from weft.stages.drafting import readers_beside
-from weft.stages.formats import open_checkpoint
 from weft.stages.functions import (
     OWN,
     Attend,
@@ -40,7 +41,6 @@ from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.sown import SownNames
-from weft.stages.tokenizer import token_ids, tokenizer_failures
 
 _RULES: dict[str, Rule] = {
     "path": (str | Path, "a .gguf, the folder of a checkpoint, or one of 'demo' and 'smollm2'"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.stages.adapters import Adapter
-from weft.stages.checkpoint import (
+from weft.stages.checkpoints.reading import (
     Origin,
     assemble,
     checked_device,

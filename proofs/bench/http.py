@@ -40,7 +40,7 @@ from weft.errors import MissingPackageError
 from weft.proofs.environment import environment
 from weft.proofs.http.client import Load, drive
 from weft.proofs.http.process import serving
-from weft.stages.known_models import path_of
+from weft.stages.checkpoints.known_models import path_of
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.options import Bench

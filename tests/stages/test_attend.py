@@ -16,7 +16,7 @@ from weft.descriptor import BatchDescriptor
 from weft.errors import ProgramError
 from weft.ops.attention.paged import paged_attention
 from weft.stages import attend, attention_scores, sow, weighted_values
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import Speculation

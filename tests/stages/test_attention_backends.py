@@ -14,7 +14,7 @@ import weft
 from weft.descriptor import CAPABILITIES
 from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
 from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, AttentionBackend
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.transforms.engine.engine import Engine

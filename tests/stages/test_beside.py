@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.batch import Batch
 from weft.errors import ProgramError, RequestError
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.sown import sow

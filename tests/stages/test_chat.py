@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import weft
 from weft.errors import RequestError
 from weft.stages import ChatTemplate
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 
 END = "<|endoftext|>"
 TEMPLATES = {

@@ -1,4 +1,4 @@
-"""`weft.stages.checkpoint` and `.params` against folders that transformers' save_pretrained wrote."""
+"""`weft.stages.checkpoints.reading` and `.params` against folders that transformers' save_pretrained wrote."""
 
 import json
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from weft.errors import ConfigError, ProgramError
-from weft.stages import checkpoint
-from weft.stages.checkpoint import tensor_shapes
+from weft.stages.checkpoints import reading as checkpoint
+from weft.stages.checkpoints.formats import load_config, load_params
+from weft.stages.checkpoints.reading import tensor_shapes
 from weft.stages.config import ModelConfig
-from weft.stages.formats import load_config, load_params
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
 from weft.trees import leaves_with_names

@@ -12,9 +12,9 @@ from saved_models import scrambled, whole
 from torch import Tensor
 
 from weft.errors import CheckpointError, CheckpointNotFoundError, DeviceError, ProgramError
-from weft.stages import checkpoint
+from weft.stages.checkpoints import reading as checkpoint
+from weft.stages.checkpoints.formats import load_config, load_params
 from weft.stages.config import parse_config
-from weft.stages.formats import load_config, load_params
 from weft.stages.layout import split_layers
 from weft.stages.random_weights import random_params
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.proofs.strategies.models import moe_fields, window_fields
-from weft.stages.formats import load_config
+from weft.stages.checkpoints.formats import load_config
 
 
 def written(config: PretrainedConfig, architecture: str, folder: Path) -> dict[str, Any]:

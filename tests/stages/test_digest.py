@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from weft.stages.adapters import load_adapter
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 
 

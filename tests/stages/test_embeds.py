@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from weft.batch import EMBEDDED, LAST_TOKEN, Batch
 from weft.errors import DescriptorError
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.decoder import decoder_stage
-from weft.stages.known_models import DEMO
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.params import slice_params

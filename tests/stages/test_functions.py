@@ -13,8 +13,8 @@ from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.sampling import SamplingParams
 from weft.stages import StageFunctions
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.decoder import attention, feed_forward, norm
-from weft.stages.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine

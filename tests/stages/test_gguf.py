@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import weft
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ConfigWarning
 from weft.stages import split_layers
-from weft.stages.formats import load_config, load_params
+from weft.stages.checkpoints.formats import load_config, load_params
 
 pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
 

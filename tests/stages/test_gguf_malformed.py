@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 import weft
 from weft.errors import CheckpointError, ConfigError
-from weft.stages.gguf.file import GgufFile, open_gguf
+from weft.stages.checkpoints.gguf.file import GgufFile, open_gguf
 
 pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
 

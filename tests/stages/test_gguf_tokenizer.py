@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 import weft
 from weft.errors import ConfigError, ConfigWarning, RequestError
-from weft.stages.gguf.file import open_gguf
-from weft.stages.gguf.tokenizer import tokenizer_of
+from weft.stages.checkpoints.gguf.file import open_gguf
+from weft.stages.checkpoints.gguf.tokenizer import tokenizer_of
 
 pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
 

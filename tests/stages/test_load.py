@@ -29,7 +29,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.proofs.laws import assert_equal
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from weft.padding import pad, unpad
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.stages import head as module
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.head import prompt_logprobs, ranks_of, top_logprobs
-from weft.stages.known_models import DEMO
 from weft.stages.model import Model
 from weft.state import advance
 from weft.transforms.engine.setup import Runner, make_runner, make_state

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from weft.stages.checkpoint import tensor_shapes
+from weft.stages.checkpoints.reading import tensor_shapes
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.random_weights import PRESETS

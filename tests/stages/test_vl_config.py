@@ -10,7 +10,7 @@ from released import RELEASED
 from transformers import Qwen2VLConfig
 
 from weft.errors import ConfigError
-from weft.stages.formats import load_config
+from weft.stages.checkpoints.formats import load_config
 
 (NAME,) = QWEN2_VL["architectures"]
 QWEN2_VL_2B = RELEASED["Qwen2-VL-2B-Instruct"]

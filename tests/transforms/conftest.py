@@ -3,7 +3,7 @@
 import pytest
 
 import weft
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from weft.display.quantities import error_size
 from weft.display.tables import Table
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.stages.params import num_bytes
 from weft.transforms.cli.options import Demo

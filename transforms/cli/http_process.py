@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from weft.stages.chat import ChatTemplate
+from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.server.bodies import ServerLimits

@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.display.quantities import counted
 from weft.stages.adapters import load_adapter
-from weft.stages.chat import ChatTemplate
+from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.cli.options import Serve
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config

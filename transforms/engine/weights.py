@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values
 from weft.errors import RequestError
 from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
-from weft.stages.checkpoint import digest_params, list_some, places, tensor_shapes
+from weft.stages.checkpoints.reading import digest_params, list_some, places, tensor_shapes
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams

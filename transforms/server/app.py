@@ -17,8 +17,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from weft import __version__
-from weft.stages.chat import ChatTemplate
-from weft.stages.tokenizer import token_ids
+from weft.stages.checkpoints.chat import ChatTemplate
+from weft.stages.checkpoints.tokenizer import token_ids
 from weft.transforms.server.answers import Part, Writer
 from weft.transforms.server.bodies import ServerLimits, check_limits, read_body, unless_gone
 from weft.transforms.server.browsers import refuse_browsers

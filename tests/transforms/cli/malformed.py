@@ -12,9 +12,9 @@ import attrs
 import torch
 from safetensors.torch import save_file
 
-from weft.stages.checkpoint import tensor_shapes
-from weft.stages.formats import load_config
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.formats import load_config
+from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.reading import tensor_shapes
 from weft.stages.layout import split_layers
 
 CONFIG: dict[str, Any] = {

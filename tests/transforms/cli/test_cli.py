@@ -15,8 +15,8 @@ from cli_calls import Weft, assert_refused
 import weft
 from weft.errors import ConfigError, RequestError
 from weft.ops.attention.backends import BACKENDS
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.choices import DTYPES as MODEL_DTYPES
-from weft.stages.known_models import DEMO
 from weft.transforms.cli.flags import ATTENTION
 from weft.transforms.cli.main import in_flags
 from weft.transforms.cli.options import Generate, RunOptions

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cli_calls import Weft, assert_refused
 
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli import bench

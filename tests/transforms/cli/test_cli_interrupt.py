@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 

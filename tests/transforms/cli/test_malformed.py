@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import weft
 from weft.errors import CheckpointError
 from weft.proofs.laws import assert_equal
-from weft.stages import checkpoint
+from weft.stages.checkpoints import reading as checkpoint
 
 SECONDS = 20
 """The seconds that a command may take on a small machine; each takes some hundredths."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.batch import Batch, ResolvedBatch
 from weft.sampling import SamplingParams
 from weft.stages import carry, sow
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate

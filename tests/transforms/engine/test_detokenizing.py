@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.engine.completion import CompletionState, Detokenizer, _overlap, special_ids
 from weft.transforms.engine.generate import generate

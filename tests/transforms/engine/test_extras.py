@@ -11,7 +11,7 @@ from weft.batch import Batch, ResolvedBatch
 from weft.errors import ProgramError, RequestError
 from weft.outputs import PerRequest
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.proofs.strategies.engine.engines import small_adapters, small_model
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine import options
 from weft.transforms.engine.engine import Engine

@@ -15,7 +15,7 @@ import weft
 from weft.batch import LAST_TOKEN
 from weft.proofs.strategies import ARCHITECTURES, ROPES
 from weft.proofs.strategies.models import moe_fields, window_fields
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.graphs.ladder import MODES
 
 

@@ -11,7 +11,7 @@ from weft.errors import RequestError
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.requests import sample_seeds
 

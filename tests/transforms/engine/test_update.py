@@ -13,7 +13,7 @@ import weft
 from weft.errors import EngineError, RequestError
 from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_adapter

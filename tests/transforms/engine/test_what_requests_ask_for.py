@@ -14,7 +14,7 @@ from test_detokenizing import KINDS
 import weft
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState, special_ids
 from weft.transforms.engine.requests import Request

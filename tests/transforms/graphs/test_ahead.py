@@ -16,7 +16,7 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
@@ -119,7 +119,7 @@ _COUNTS = """
 import triton, weft
 from triton import knobs
 from weft.batch import Batch
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.engine.setup import make_runner, make_state

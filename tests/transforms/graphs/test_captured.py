@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms import CapturedGraph, CapturedGraphs, Limits, graphify, make_runner, make_state, piecewise
 from weft.transforms.graphs.calls.key import CacheInfo

@@ -13,7 +13,7 @@ from weft.donation import clone
 from weft.errors import CaptureError
 from weft.proofs.strategies import Rows
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.setup import make_runner, make_state

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from serving import Served, served
 
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 
 

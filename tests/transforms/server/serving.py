@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import uvicorn
 
-from weft.stages.chat import ChatTemplate
+from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits

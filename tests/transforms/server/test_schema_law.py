@@ -14,7 +14,7 @@ from drawn_schemas import kept_schemas, keywords, odd_schemas
 from hypothesis import Phase, event, given, settings, strategies as st
 
 from weft.errors import RequestError
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.transforms.server.grammars import compiling, masks as masks_module, schemas
 from weft.transforms.server.grammars.compiling import GrammarLimits, Tokens

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from serving import Served, served
 
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.engine.options import EngineLimits
 

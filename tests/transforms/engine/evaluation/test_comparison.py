@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from weft.errors import RequestError
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
 

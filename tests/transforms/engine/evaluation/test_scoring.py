@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.errors import RequestError
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.scoring import Task, read_tasks, score

@@ -14,8 +14,8 @@ import torch
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import ProgramError, RankError
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.decoder import decoder_stage
-from weft.stages.known_models import DEMO
 from weft.stages.layout import split_layers
 from weft.stages.model import load
 from weft.state import advance

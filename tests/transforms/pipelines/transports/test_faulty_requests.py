@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.sampling import SamplingParams
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits

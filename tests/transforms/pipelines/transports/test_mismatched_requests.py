@@ -14,8 +14,8 @@ from ranks import advance, scale, told
 from weft.batch import Batch
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
-from weft.stages.checkpoint import places
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.reading import places
 from weft.stages.model import Model, load
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import scale, told
 
 from weft.errors import ProgramError
-from weft.stages.known_models import DEMO
+from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.stages.checkpoint import refuse_names, stage_fields
+from weft.stages.checkpoints.gguf.file import GgufFile, StoredTensor, gguf_module, kind_name
+from weft.stages.checkpoints.reading import refuse_names, stage_fields
 from weft.stages.config import ModelConfig
-from weft.stages.gguf.file import GgufFile, StoredTensor, gguf_module, kind_name
 from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout
 
@@ -44,7 +44,7 @@ def _names(architecture: str, num_layers: int) -> Any:
 
 @attrs.frozen
 class GgufTensors:
-    """Reads the tensors of a file (`weft.stages.checkpoint.TensorReader`).
+    """Reads the tensors of a file (`weft.stages.checkpoints.reading.TensorReader`).
 
     Args:
         file: the file.

@@ -7,9 +7,9 @@ import attrs
 
 from weft.arguments.json_text import Fields
 from weft.errors import ConfigError
+from weft.stages.checkpoints.gguf.file import GgufFile
+from weft.stages.checkpoints.gguf.tensors import KINDS, rope_factors
 from weft.stages.config import ModelConfig, parse_fields
-from weft.stages.gguf.file import GgufFile
-from weft.stages.gguf.tensors import KINDS, rope_factors
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -11,8 +11,13 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.errors import CheckpointNotFoundError
-from weft.stages.chat import ChatTemplate, read_chat_template
-from weft.stages.checkpoint import (
+from weft.stages.checkpoints.chat import ChatTemplate, read_chat_template
+from weft.stages.checkpoints.gguf.file import GgufFile, open_gguf
+from weft.stages.checkpoints.gguf.metadata import read_config
+from weft.stages.checkpoints.gguf.tensors import GgufTensors
+from weft.stages.checkpoints.gguf.tokenizer import chat_template_of, tokenizer_of
+from weft.stages.checkpoints.known_models import path_of
+from weft.stages.checkpoints.reading import (
     SafetensorsReader,
     TensorReader,
     checked_device,
@@ -21,15 +26,10 @@ from weft.stages.checkpoint import (
     read_params,
     weight_files,
 )
+from weft.stages.checkpoints.tokenizer import read_tokenizer
 from weft.stages.config import ModelConfig, config_in_folder
-from weft.stages.gguf.file import GgufFile, open_gguf
-from weft.stages.gguf.metadata import read_config
-from weft.stages.gguf.tensors import GgufTensors
-from weft.stages.gguf.tokenizer import chat_template_of, tokenizer_of
-from weft.stages.known_models import path_of
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
-from weft.stages.tokenizer import read_tokenizer
 
 
 class Checkpoint(Protocol):
@@ -49,7 +49,7 @@ class Checkpoint(Protocol):
         """Its chat template, or None."""
 
     def digest(self, call: str, /) -> str:
-        """A digest of its weights (`weft.stages.checkpoint.digest_files`)."""
+        """A digest of its weights (`weft.stages.checkpoints.reading.digest_files`)."""
 
     def open(self, config: ModelConfig, device: torch.device, call: str, /) -> AbstractContextManager[TensorReader]:
         """A reader of its tensors."""

@@ -10,9 +10,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from weft.arguments.checks import is_number
 from weft.arguments.json_text import Fields
 from weft.errors import CheckpointError, ConfigError, ConfigWarning
-from weft.stages.chat import TOKENS, ChatTemplate
-from weft.stages.gguf.file import GgufFile
-from weft.stages.tokenizer import tokenizer_failures
+from weft.stages.checkpoints.chat import TOKENS, ChatTemplate
+from weft.stages.checkpoints.gguf.file import GgufFile
+from weft.stages.checkpoints.tokenizer import tokenizer_failures
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from weft.errors import CheckpointNotFoundError
 
-DEMO = Path(__file__).parent / "demo"
+DEMO = Path(__file__).parents[1] / "demo"
 """The folder of the checkpoint that weft ships."""
 NAMES = "demo", "smollm2"
 """`demo`: the checkpoint that weft ships. `smollm2`: SmolLM2-135M-Instruct, the GGUF that the installed package
