@@ -166,6 +166,13 @@ def test_variables_that_are_the_checkpoints_own(name: str) -> None:
         template.render(chat, **{name: "x"})
 
 
+def test_a_variable_of_any_name_is_a_variable() -> None:
+    chat = [{"role": "user", "content": "Hello"}]
+    for name in ("self", "call", "template", "variables", "context"):
+        ChatTemplate("{{ messages[0].content }}").render(chat, **{name: "x"})
+    assert ChatTemplate("{{ call }}{{ source }}").render(chat, call=1, source=2) == "12"
+
+
 def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hello"}]
     for source in (

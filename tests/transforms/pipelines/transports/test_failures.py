@@ -121,7 +121,7 @@ def test_the_error_of_a_rank_names_all() -> None:
     assert (error.rank, error.instruction, error.cause) == (2, "run stage 2 [mb 0]", "its process ended: SIGKILL")
     assert str(error) == (
         "rank 0: 'broadcast from 2 [mb 0]'\n  saw: rank 2 failed at 'run stage 2 [mb 0]': its process ended: SIGKILL\n"
-        "  instead: mend what failed on rank 2; a transport's timeout=... says how long it may keep others"
+        "  instead: mend what failed on rank 2; if it needs longer, a greater timeout= or --timeout"
     )
 
 
