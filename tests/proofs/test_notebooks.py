@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent.parent
 NAMES = ("1-first-steps", "2-a-pipeline-is-a-program", "3-a-real-model", "4-research", "5-proofs")
 OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
 """torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored elsewhere too."""
-MOST_BYTES = 300_000
+MOST_BYTES = 350_000
 EXPERIMENT = "ten lines"
 """The tag of a cell that is an experiment's own code."""
 REWRITE = "python -m weft.proofs.notebook_outputs"
@@ -60,7 +60,7 @@ def test_it_is_valid_and_small_and_has_its_outputs(name: str) -> None:
     assert re.findall(r"/tmp/|/home/|/root/|ipykernel_", text) == []
 
 
-@pytest.mark.parametrize(("name", "count"), [("3-a-real-model", 8), ("4-research", 8)])
+@pytest.mark.parametrize(("name", "count"), [("3-a-real-model", 9), ("4-research", 8)])
 def test_experiments_take_at_most_ten_lines(name: str, count: int) -> None:
     """As the notebooks say; blank lines and comments are not counted."""
     cells = [cell for cell in code_cells(read(name)) if EXPERIMENT in cell.metadata.get("tags", [])]
