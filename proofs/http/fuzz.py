@@ -31,7 +31,7 @@ from weft.proofs.http.process import Answer, ServerProcess, connect, get, post, 
 from weft.proofs.http.sockets import MAX_BODY, MAX_N, Attack
 
 _FLAGS = (
-    *("--device", "cpu", "--graph", "full_and_piecewise"),
+    *("--device", "cpu", "--graph", "full_and_piecewise", "--scheduling-policy", "priority"),
     *("--max-num-seqs", "8", "--max-waiting", "48", "--max-body", str(MAX_BODY), "--max-n", str(MAX_N)),
     *("--request-timeout", "30", "--dtype", "float32"),
 )

@@ -32,7 +32,7 @@ from weft.proofs.http.fuzz import TEMPLATE, perform, problem_of, settled
 from weft.proofs.http.process import ServerProcess, connect, post, read_answers, request_bytes, serving, write_record
 
 _FLAGS = (
-    *("--device", "cpu", "--graph", "full_and_piecewise"),
+    *("--device", "cpu", "--graph", "full_and_piecewise", "--scheduling-policy", "priority"),
     *("--max-num-seqs", "6", "--max-waiting", "8", "--max-num-tokens", "64", "--max-model-len", "256"),
     *("--dtype", "float32", "--num-pages", "18", "--max-n", "16", "--max-body", "65536"),
 )

@@ -122,8 +122,6 @@ def test_what_a_graph_cannot_hold_of_transformers_is_refused_with_a_remedy() -> 
     transformers = pytest.importorskip("transformers")
     made = from_module(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
     with pytest.raises(CaptureError, match=r"(past_key_values|cache)'. is of class DynamicCache.*\n.*instead: return"):
-        CaptureError, match=r"'(past_key_values|cache)'. is of class DynamicCache.*\n.*instead: return the"
-    ):
         graphify(made.stage)(made.params, made.state, TEXT, None)
     longformer = transformers.LongformerConfig(**SMALL, attention_window=4, max_position_embeddings=64)
     made = from_module(transformers.LongformerModel(longformer))
