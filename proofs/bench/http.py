@@ -49,8 +49,9 @@ from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.pipelines.transports.local import Local
 
 _WARM_UP_TOKENS = 8
-_START_SECONDS, _FINITE_SECONDS = 300.0, 15
-"""The most seconds until the server listens, and those over which requests of a finite rate arrive."""
+_START_SECONDS, _FINITE_SECONDS, _CLIENT_SECONDS = 300.0, 15, 1800.0
+"""The most seconds until the server listens; those over which requests of a finite rate arrive; and the most that
+another client may take."""
 
 
 def write_preset(folder: Path, name: str) -> None:
@@ -109,7 +110,7 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
         alone = pool.apply(offline, (options, given.repeats))
     for row in alone:
         print(f"{name:<18} {'alone':>6}: {show(row)}", flush=True)
-    # vLLM's client makes prompts of a text again, of which a token or two may come to be more.
+    # vLLM's client sends texts, which may be some tokens longer than the prompts that it drew.
     flags = ["--max-num-seqs", str(given.concurrency), "--max-model-len", str(sum(options.lengths) + 16)]
     flags += ["--graph", given.graph, "--max-logprobs", "0", "--seed", str(given.seed), "--served-model-name", name]
     flags += ["--device", given.device] if given.device else []
@@ -137,6 +138,7 @@ def vllm_bench(given: argparse.Namespace, url: str, name: str, folder: Path, rat
 
     Raises:
         RuntimeError: it did not end as it should.
+        subprocess.TimeoutExpired: it did not end.
     """
     count = _count(given, rate)
     with tempfile.TemporaryDirectory() as results:
@@ -146,7 +148,8 @@ def vllm_bench(given: argparse.Namespace, url: str, name: str, folder: Path, rat
         flags |= {"num-prompts": count, "max-concurrency": given.concurrency, "seed": given.seed, "result-dir": results}
         words = [*shlex.split(given.vllm), "--ignore-eos", "--save-result", "--result-filename", "result.json"]
         words += [word for flag, own in flags.items() for word in (f"--{flag}", f"{own}")]
-        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ended = subprocess.run(words, **pipes, check=False, timeout=_CLIENT_SECONDS)
         if ended.returncode:
             raise RuntimeError(f"{shlex.join(words)} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
         found = json.loads((Path(results) / "result.json").read_text())
@@ -156,7 +159,7 @@ def vllm_bench(given: argparse.Namespace, url: str, name: str, folder: Path, rat
     }
     completed, wrong = found["completed"], found["total_output_tokens"] != count * given.output_len
     return {
-        "rate": f"{rate:g}",
+        "rate": "inf" if math.isinf(rate) else rate,
         "requests": count,
         "completed": completed,
         "failed": count - completed,
@@ -257,6 +260,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if bool(given.url) == bool(given.presets or given.models):
         parser.error("name --presets or --models, or a --url")
+    if given.url and given.vllm:
+        parser.error("--vllm needs --presets or --models, whose tokenizer it reads; a --url has none")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
     if given.url:
@@ -277,9 +282,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             draw_record(given.out / "http.json")
         except MissingPackageError as error:
             print(f"{error}\nThe record is written: draw it elsewhere, by --draw")
-    sys.exit(
-        any(row["failed"] or row["wrong_lengths"] for record in records for row in (*record["rows"], *record["vllm"]))
-    )
+    found = [row for record in records for row in (*record["rows"], *record["vllm"])]
+    sys.exit(any(row["failed"] or row["wrong_lengths"] for row in found))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from weft.errors import CheckpointError, WeftError
 
-_LONG = 4096
+LONG_TEXT = 2000
 """Characters from which on a text is long: it takes some milliseconds."""
 
 
@@ -33,7 +33,7 @@ def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[
     Args:
         special: with the special tokens that the tokenizer adds.
     """
-    if len(text) < _LONG:
+    if len(text) < LONG_TEXT:
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
     [found] = tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter's lock
     return list(found.ids)

@@ -46,6 +46,11 @@ def test_a_name_of_jax_is_answered() -> None:
     assert str(error.value) == "module 'weft' has no attribute 'jit'; weft.graphify is what does it here"
 
 
+def test_each_name_of_others_is_answered_by_one_that_there_is() -> None:
+    assert {*weft._MEANT.values()} <= {*weft.__all__}
+    assert not {*weft._MEANT} & {*weft.__all__}
+
+
 @pytest.mark.parametrize("mistake", COMMANDS)
 def test_a_mistake_in_a_shell_is_answered(mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv, text = COMMANDS[mistake]

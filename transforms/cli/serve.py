@@ -1,6 +1,7 @@
 """`weft serve`: a checkpoint over HTTP, by OpenAI's API."""
 
 import contextlib
+import errno
 import gc
 import importlib
 import multiprocessing
@@ -22,6 +23,9 @@ from weft.transforms.cli.options import Serve
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
+
+_NO_SUCH_FAMILY = errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
+"""Errors of `localhost` in IPv6 on a machine that has none; it is served by IPv4 there."""
 
 
 def run(options: Serve) -> int:
@@ -105,21 +109,38 @@ def _serve(here: Here, options: Serve, name: str) -> int:
 
 def _bound(options: Serve) -> list[socket.socket]:
     """The sockets of the address, which nobody can have meanwhile. They take connections once the model is loaded."""
-    flags, found = f"--host {options.host} --port {options.port}", list[socket.socket]()
+    found, wrong = list[socket.socket](), OSError("no address")
     try:
         places = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, place in dict.fromkeys(places):
-            found.append(socket.socket(family, kind, protocol))
-            if os.name == "posix":
-                found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                found[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            found[-1].bind(place)
+        for family, *_, place in dict.fromkeys(places):
+            try:
+                found.append(_bound_to(family, place))
+            except OSError as error:
+                if error.errno not in _NO_SUCH_FAMILY:
+                    raise
+                wrong = error
+        if not found:
+            raise wrong
     except OSError as error:
         for own in found:
             own.close()
-        options.refuse(flags, f"{error.strerror or error}", "an address of this machine, and a port that is free, or 0")
+        flags, seen = f"--host {options.host} --port {options.port}", f"{error.strerror or error}"
+        options.refuse(flags, seen, "an address of this machine, and a port that is free, or 0")
     return found
+
+
+def _bound_to(family: int, place: Any) -> socket.socket:
+    own = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        own.bind(place)
+    except OSError:
+        own.close()
+        raise
+    return own
 
 
 def _engine(here: Here, options: Serve, name: str) -> Engine:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from weft import __version__
 from weft.stages.checkpoints.chat import ChatTemplate
-from weft.stages.checkpoints.tokenizer import token_ids
+from weft.stages.checkpoints.tokenizer import LONG_TEXT, token_ids
 from weft.transforms.server.answers import Part, Writer
 from weft.transforms.server.bodies import ServerLimits, check_limits, read_body, unless_gone
 from weft.transforms.server.browsers import refuse_browsers
@@ -39,8 +39,6 @@ from weft.transforms.server.refusals import Refusal, event, json_response, refus
 from weft.transforms.server.streams import Output
 from weft.transforms.server.vocabulary import Vocabulary
 
-_LONG_TEXT = 2000
-"""Characters from which on a text is encoded beside the event loop."""
 _RETRY_SECONDS = 1
 _TOO_LONG = {"param": "max_tokens", "code": "context_length_exceeded"}
 _MOST_COMPILING = 64
@@ -183,7 +181,7 @@ class Server:
                 return self.model.encode(text)
             return token_ids(tokenizer, text, special=False)
 
-        return await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode()
+        return await asyncio.to_thread(encode) if len(text) >= LONG_TEXT else encode()
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that cannot fit, before it is encoded, which would keep others waiting."""

@@ -18,6 +18,8 @@ T = TypeVar("T")
 _LARGE = 2**16
 MAX_STOP_LEN = 512
 """Characters of a stop text or of a bad word."""
+_LONGEST_NAME = 64
+"""Characters of a field's name that are compared with those of the fields that there are."""
 MAX_DEPTH = 128
 """The most lists and objects within each other. Far beneath Python's own limit, which other code would meet first."""
 
@@ -83,7 +85,7 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
     """The refusal of the first field that is wrong."""
     first = error.errors(include_url=False)[0]
     names, said = [str(part) for part in first["loc"]], first["msg"]
-    place, name = ".".join(names)[:200], names[0] if names else ""
+    place, name = ".".join(names)[:200], names[0][:_LONGEST_NAME] if names else ""
     instead = INSTEAD.get(name)
     if first["type"] == "extra_forbidden":
         said = "this server has no such field"

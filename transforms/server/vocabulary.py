@@ -30,16 +30,15 @@ def _types(part: Any) -> set[Any]:
 
 
 def _most_joined(normalizer: Any) -> int | None:
-    """How many characters of a text a normalizer makes one of, at most; None: not known."""
-    for own in (each for each in _parts(normalizer) if each.get("type") == "Replace"):
-        if len(own.get("content", "")) < len(own["pattern"].get("String", own["pattern"].get("Regex", ""))):
-            return None
-        if "String" not in own["pattern"]:
-            return None
-    kept = {"Sequence", "Prepend", "Replace", "NFD", "NFKD", "ByteLevel", None}
-    if not _types(normalizer) <= kept | {"NFC"}:
+    """The most characters of a text that a normalizer may turn into one; None if that is not known."""
+    types = _types(normalizer)
+    if not types <= {"Sequence", "Prepend", "Replace", "NFD", "NFKD", "NFC", "ByteLevel", None}:
         return None
-    return 4 if "NFC" in _types(normalizer) else 1  # U+1F82 is composed of four
+    for own in (each for each in _parts(normalizer) if each.get("type") == "Replace"):
+        written = own["pattern"].get("String")
+        if written is None or len(own["content"]) < len(written):
+            return None
+    return 4 if "NFC" in types else 1  # U+1F82 is composed of four
 
 
 @attrs.frozen(eq=False)
@@ -64,7 +63,7 @@ class Vocabulary:
 
     @functools.cached_property
     def kind(self) -> str:
-        """How the tokenizer writes bytes in its tokens: `byte_level`, `byte_fallback` or `raw`."""
+        """The way in which tokens spell bytes: `byte_level`, `byte_fallback` or `raw`."""
         kinds = _types(self._file.get("decoder"))
         return "byte_level" if "ByteLevel" in kinds else "byte_fallback" if "ByteFallback" in kinds else "raw"
 

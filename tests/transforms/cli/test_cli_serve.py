@@ -19,8 +19,11 @@ from typing import Any
 
 import pytest
 
+from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
+from weft.transforms.cli import serve
+from weft.transforms.cli.options import Serve
 from weft.transforms.engine.generate import generate
 
 pytest.importorskip("uvicorn")
@@ -77,6 +80,35 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path)
     assert found.returncode == 2
     assert f"weft serve --host 127.0.0.1 --port {port}\n  saw: Address already in use" in found.stderr
     assert "loading" not in found.stderr
+
+
+def test_an_address_of_a_family_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `localhost` in IPv6, on a machine without it."""
+    absent = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]  # of documentation (RFC 5737)
+    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    options = Serve(model="demo", port=0)
+    monkeypatch.setattr(serve.socket, "getaddrinfo", lambda *_, **__: absent + here)
+    [bound] = serve._bound(options)
+    with bound:
+        assert bound.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setattr(serve.socket, "getaddrinfo", lambda *_, **__: absent)
+    with pytest.raises(RequestError, match=r"weft serve --host .*\n  saw: .*\n  instead: an address of this machine"):
+        serve._bound(options)
+
+
+@pytest.mark.slow
+def test_a_request_whose_grammar_is_compiled_ends_after_a_signal() -> None:
+    """The first grammar waits for XGrammar's process to start."""
+    found: list[Any] = []
+    form = {"type": "regex", "regex": "ab"}
+    with serving() as (process, url):
+        asked = threading.Thread(target=lambda: found.append(post(url, response_format=form)))
+        asked.start()
+        time.sleep(1.0)
+        process.send_signal(signal.SIGTERM)
+        asked.join(60)
+        assert process.wait(30) == 0, process.stderr.read()
+    assert found[0]["choices"][0]["text"] == "ab"
 
 
 @pytest.mark.slow

@@ -100,9 +100,10 @@ def test_null_is_a_fields_default(server: Served, route: str) -> None:
         ({"tool_choice": "auto"}, "this server calls no tools"),
         ({"max_token": 3}, "instead: max_tokens"),
         ({"nothing_like_it": 3}, "this server has no such field"),
+        ({"a" * 3_000_000: 3}, "this server has no such field"),
         ({"top_p": "high"}, "a valid number"),
     ],
-    ids=str,
+    ids=lambda own: f"{own!s:.40}",
 )
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_what_to_write_instead(server: Served, route: str, field: dict[str, Any], words: str) -> None:
@@ -110,7 +111,8 @@ def test_what_to_write_instead(server: Served, route: str, field: dict[str, Any]
     answer = httpx.post(f"{server.url}/v1/{route}", json={**own, **field})
     [(name, given)] = field.items()
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"].split(".")[0], error["weft"]["call"].split(".")[0]) == (400, name, name)
+    where = error["param"].split(".")[0], error["weft"]["call"].split(".")[0]
+    assert (answer.status_code, *where) == (400, name[:200], name[:200])
     assert words in error["message"]
     assert error["weft"]["instead"] in error["message"]
     assert error["weft"]["seen"].strip("'") in f"{given}"
