@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -75,13 +75,30 @@ def serve_clients(host: Host, settings: Settings, sockets: Sequence[socket.socke
 
 
 @contextlib.contextmanager
-def _handled(handler: Callable[..., Any]) -> Iterator[None]:
-    before = {each: signal.signal(each, handler) for each in _SIGNALS}
+def forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Signals go to a process. A thread passes them on: this one may wait for a command, and Python runs a handler only
+    when the main thread goes on."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def forward() -> None:
+        while raw := reader.recv(1):
+            if raw[0] in _SIGNALS:
+                process.send_signal(raw[0])
+
+    thread = threading.Thread(target=forward, name="weft signals", daemon=True)
+    thread.start()
+    handlers = {each: signal.signal(each, lambda *_: None) for each in _SIGNALS}
+    before = signal.set_wakeup_fd(writer.fileno())
     try:
         yield
     finally:
-        for each, own in before.items():
+        signal.set_wakeup_fd(before)
+        for each, own in handlers.items():
             signal.signal(each, own)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 class HttpProcess:
@@ -115,7 +132,7 @@ class HttpProcess:
         model = engine.model
         own = model.config, None, model.tokenizer, Path(settings.name)  # without its weights; clients see no path
         bare = Model(*own, chat_template=model.chat_template)  # type: ignore[arg-type]
-        with self._socket, _handled(lambda number, _: process.send_signal(number)):
+        with self._socket, forwarded(process):
             with contextlib.suppress(OSError):  # it has gone: its exit code says why
                 self._socket.sendall(pack(attrs.evolve(settings, model=bare)))
             fault = run_engine(self._socket, engine, make_mask, num_ranks=num_ranks)

@@ -13,14 +13,15 @@ import attrs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from weft import __version__
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.checkpoints.tokenizer import LONG_TEXT, token_ids
 from weft.transforms.server.answers import Part, Writer
-from weft.transforms.server.bodies import ServerLimits, check_limits, read_body, unless_gone
+from weft.transforms.server.bodies import ServerLimits, check_limits, read_body, while_connected
 from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
@@ -228,7 +229,8 @@ class Server:
         grammar = None
         if body.response_format is not None and body.response_format.type != "text":
             form = body.response_format.model_dump(by_alias=True, exclude_none=True)
-            grammar = await unless_gone(request, self._compiled(form))
+            async with while_connected(request.receive):
+                grammar = await self._compiled(form)
         own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras}
         own |= {"cache_salt": body.cache_salt, "captured": body.weft.captured, "grammar": grammar}
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
@@ -255,31 +257,16 @@ class Server:
         parts = self._parts(asked, form)
         if asked.body.stream:
             try:  # an error before the first token is an error of the whole answer
-                first = await unless_gone(request, _first(parts))
+                async with while_connected(request.receive):
+                    first = await anext(parts)
             except BaseException:
                 await parts.aclose()
                 raise
-            return StreamingResponse(
-                self._events(first, parts, form), media_type="text/event-stream", headers={"cache-control": "no-cache"}
-            )
-        async with contextlib.aclosing(parts):
-            await unless_gone(request, _exhaust(parts))
+            return EventStream(_events(first, parts, form))
+        async with contextlib.aclosing(parts), while_connected(request.receive):
+            async for _ in parts:
+                pass
         return json_response(form.whole())
-
-    async def _events(
-        self, first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form
-    ) -> AsyncIterator[bytes]:
-        """The server-sent events of a stream."""
-        async with contextlib.aclosing(parts):
-            try:
-                yield b"".join(map(form.events, first))
-                async for found in parts:
-                    yield b"".join(map(form.events, found))
-                if form.usage_chunk is not None:
-                    yield event(form.usage_chunk)
-                yield b"data: [DONE]\n\n"
-            except Exception as error:
-                yield event(refusal_of(error).body)
 
     async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Sequence[Part], None]:
         """The parts of all choices as they come, within the time limit."""
@@ -296,7 +283,9 @@ class Server:
 
     def app(self) -> Starlette:
         """The application."""
-        routes = [
+        routes = [  # the most frequent ones first
+            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.chats), methods=["POST"]),
             Route("/health", self._guarded(self.health, is_open=True), methods=["GET"]),
             Route("/version", self._guarded(self.version, is_open=True), methods=["GET"]),
             Route("/metrics", self._guarded(self.show_metrics), methods=["GET"]),
@@ -304,8 +293,6 @@ class Server:
             Route("/v1/models/{name:path}", self._guarded(self.one_model), methods=["GET"]),
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
-            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self.chats), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_route}, lifespan=self._lifespan)
 
@@ -364,13 +351,41 @@ async def _within(outputs: AsyncGenerator[list[Output], None], seconds: float) -
             yield found
 
 
-async def _exhaust(parts: AsyncGenerator[Sequence[Part], None]) -> None:
-    async for _ in parts:
-        pass
+async def _events(
+    first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form
+) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a stream, several at a time; the last part's are sent together with the end's."""
+    async with contextlib.aclosing(parts):
+        try:
+            yield form.written(first)
+            async for found in parts:
+                yield form.written(found)
+        except Exception as error:
+            yield event(refusal_of(error).body)
 
 
-async def _first(parts: AsyncGenerator[Sequence[Part], None]) -> Sequence[Part]:
-    return await anext(parts)
+class EventStream(Response):
+    """An answer of server-sent events.
+
+    Args:
+        events: bytes of one or several.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(None, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._events = events
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        """Send them, until the client goes."""
+        body = "http.response.body"
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with contextlib.suppress(ClientDisconnect):
+            async with contextlib.aclosing(self._events), while_connected(receive):
+                async for chunk in self._events:
+                    await send({"type": body, "body": chunk, "more_body": True})
+                await send({"type": body, "body": b"", "more_body": False})
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -1,20 +1,21 @@
 """Bodies of requests, read within limits; and clients that go before they are answered."""
 
 import asyncio
+import contextlib
 import difflib
 import json
 import reprlib
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import attrs
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from weft.transforms.server.protocol import INSTEAD, Sampled, checked
 from weft.transforms.server.refusals import Refusal
 
-T = TypeVar("T")
 _LARGE = 2**16
 MAX_STOP_LEN = 512
 """Characters of a stop text or of a bad word."""
@@ -156,24 +157,27 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, unless the client goes before.
+@contextlib.asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Work for a client that has sent its request. It is cancelled if the client goes.
 
     Raises:
-        ClientDisconnect: it went; the work is cancelled.
+        ClientDisconnect: it went.
     """
+    worker = asyncio.current_task()
+    assert worker is not None
 
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
+        worker.cancel()
 
-    own, client = asyncio.create_task(work), asyncio.create_task(gone())
+    client = asyncio.create_task(watch())
     try:
-        await asyncio.wait((own, client), return_when=asyncio.FIRST_COMPLETED)
-        if not own.done():
-            raise ClientDisconnect
-        return own.result()
+        yield
+    except asyncio.CancelledError:
+        if client.done() and not worker.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        own.cancel()
         client.cancel()
-        await asyncio.gather(own, client, return_exceptions=True)

@@ -51,6 +51,14 @@ class Form(ABC):
         self._is_plain = not (has_logprobs or (options is not None and options.continuous_usage_stats))
         self._frames: dict[int, Sequence[bytes]] = {}
 
+    def written(self, parts: Sequence[Part]) -> bytes:
+        """The server-sent events of parts, and of the stream's end if they are the last ones."""
+        raw = b"".join(map(self.events, parts))
+        if any(choice.finish_reason is None for choice in self.choices):
+            return raw
+        usage = b"" if (chunk := self.usage_chunk) is None else event(chunk)
+        return raw + usage + b"data: [DONE]\n\n"
+
     def events(self, part: Part) -> bytes:
         """The server-sent events of a part. Where two chunks differ by their texts alone, the text is put between bytes
         that were encoded once."""

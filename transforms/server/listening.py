@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import h11
+import httptools
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from weft.display.quantities import counted
 from weft.transforms.server.host import Host
@@ -24,19 +24,27 @@ HEAD_SECONDS = 30.0
 STALL_SECONDS = 120.0
 """Seconds that an answer may wait for a client that does not read it."""
 MAX_CONNECTIONS = 16_384
+MAX_HEAD = 2**16
+"""Bytes of a request's head, or of anything else between two parts of a body, that came in several pieces."""
+_INVALID = "Invalid HTTP request received."
 _LOG = logging.getLogger("weft.server.http")
 _LOG.setLevel(logging.ERROR)  # a warning for each request that is none would let anybody fill the log
 _SPARE_FILES = 128
 """File descriptors that connections leave to everything else."""
 
 
-class Connection(H11Protocol):
-    """Uvicorn's connection, closed if it sends no request in time or does not read its answer; errors are JSON."""
+class Connection(HttpToolsProtocol):
+    """Uvicorn's connection, closed if it sends no request in time or does not read its answer; with a bound for what is
+    read before it means something; errors are JSON."""
 
     max_connections = MAX_CONNECTIONS
     logger: logging.Logger
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
+    _is_in_request = False
+    """The head of a request has come, its end has not."""
+    _num_unread = 0
+    """Bytes since the last head, part of a body, or end."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -48,24 +56,82 @@ class Connection(H11Protocol):
         if len(self.connections) > self.max_connections:
             self._refuse(Refusal(503, f"{counted(self.max_connections, 'connection')} at most", "server_error"))
             return
-        self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._head = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; the clock of a head runs while one is incomplete, and while a body goes on that was answered."""
+        self._num_unread += len(data)
+        self._unset_keepalive_if_required()
         try:
-            super().data_received(data)
-        except h11.LocalProtocolError:  # bytes that are no request, in the middle of an answer
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response(_INVALID)
+        if self.transport.is_closing():
+            return
+        if self._num_unread > MAX_HEAD:
+            self.send_400_response(_INVALID)
+        elif self._is_in_request and not self._is_answered:
+            self._stop_head()
+        elif self._head is None and (self._num_unread or self._is_in_request):
+            self._head = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
+
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes. An upgrade to another protocol is not taken (Java's client asks for HTTP/2): as the parser then
+        reads no body, the same request is parsed without it."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            lines = [b"%b: %b\r\n" % own for own in self.headers if own[0] != b"upgrade"]
+            head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(head + data[upgrade.args[0] :])
+
+    @property
+    def _is_answered(self) -> bool:
+        """No answer is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _close_if_idle(self) -> None:
+        """The clock of a head has run out. An answer that is under way goes on, and the clock begins anew."""
+        self._head = None
+        if self._is_answered:
             self.transport.close()
-        is_answered = self.cycle is not None and self.cycle.response_complete
-        if self.conn.their_state is not h11.IDLE and not (is_answered and self.conn.their_state is h11.SEND_BODY):
-            _stop(self._head)
-            self._head = None
-        elif self._head is None and not self.transport.is_closing():
-            self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        else:
+            self._head = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
+
+    def _stop_head(self) -> None:
+        _stop(self._head)
+        self._head = None
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser; errors make the answer 400. A request names one host (RFC 9112, 3.2)."""
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this server is no proxy")
+        if self.parser.should_upgrade():
+            return
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):
+            raise ValueError(f"{num_hosts} hosts")
+        self._num_unread, self._is_in_request = 0, True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._num_unread = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        if self.parser.should_upgrade():
+            return
+        self._num_unread, self._is_in_request = 0, False
+        self._stop_head()
+        super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
-        _stop(self._head)
+        self._stop_head()
         _stop(self._stall)
         super().connection_lost(exc)
 
@@ -86,15 +152,10 @@ class Connection(H11Protocol):
         self._refuse(Refusal(400, msg, code="invalid_http"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self._is_answered or not self.cycle.response_started:  # else they come in the middle of an answer
             raw = as_json(refusal.body)
-            headers = [("content-type", "application/json"), ("content-length", str(len(raw))), ("connection", "close")]
-            for event in (
-                h11.Response(status_code=refusal.status, headers=headers),
-                h11.Data(data=raw),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(raw)
+            self.transport.write(STATUS_LINE[refusal.status] + head + raw)
         self.transport.close()
 
 

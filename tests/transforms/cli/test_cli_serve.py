@@ -1,7 +1,9 @@
 """`weft serve` as a process: it says where it listens, answers, and lets requests end when it is told to stop."""
 
+import contextlib
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -13,7 +15,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
 from weft.transforms.cli import serve
+from weft.transforms.cli.http_process import forwarded
 from weft.transforms.cli.options import Serve
 from weft.transforms.engine.generate import generate
 
@@ -30,7 +32,7 @@ pytest.importorskip("uvicorn")
 BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 24}
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(*flags: str, model: Sequence[str] = ("demo",)) -> Iterator[tuple[Any, str]]:
     """A server's process and its address."""
     words = [sys.executable, "-m", "weft", "serve", *model, "--device", "cpu", "--port", "0", "--max-num-seqs", "4"]
@@ -109,6 +111,25 @@ def test_a_request_whose_grammar_is_compiled_ends_after_a_signal() -> None:
         asked.join(60)
         assert process.wait(30) == 0, process.stderr.read()
     assert found[0]["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_signal_is_passed_on_while_the_main_thread_waits() -> None:
+    """The system may hand it to any thread, or just before the main one waits: no handler runs then."""
+    ended = queue.SimpleQueue[int | None]()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+
+        def strike() -> None:
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            ended.put(process.poll())
+
+        with forwarded(process):
+            threading.Thread(target=strike).start()
+            code = ended.get()
+        process.kill()
+    assert code == -signal.SIGTERM
 
 
 @pytest.mark.slow

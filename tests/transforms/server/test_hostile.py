@@ -269,6 +269,37 @@ def test_what_is_not_http_is_told_so_in_json(listener: Served, raw: bytes) -> No
     }
 
 
+def test_an_upgrade_is_not_taken_and_the_request_is_answered(listener: Served) -> None:
+    """Java's client asks for HTTP/2 in each first request of a connection, with a body."""
+    raw = json.dumps({**BODY, "max_tokens": 5}).encode()
+    upgrade = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.settimeout(10)
+        for more in (upgrade, "", upgrade):
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n{more}content-length: {len(raw)}\r\n\r\n"
+            own.sendall(head.encode() + raw[:7])
+            time.sleep(0.05)
+            own.sendall(raw[7:])
+            [found] = read_answers(own)
+            assert (found.status, found.json["usage"]["completion_tokens"]) == (200, 5)
+
+
+@pytest.mark.parametrize("sent", [b"", b"transfer-encoding: chunked\r\n\r\n0\r\n"], ids=["a head", "trailers"])
+def test_fields_without_end_are_refused(listener: Served, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.settimeout(10)
+        own.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n" + sent)
+        count, has_ended = 0, False
+        while not has_ended and count < 2**24:
+            try:
+                own.sendall(b"a: " + b"b" * 4000 + b"\r\n")
+                count += 4000
+            except ConnectionError:
+                has_ended = True
+        assert has_ended
+    assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
+
+
 def test_more_connections_than_may_be_are_refused(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening.Connection, "max_connections", 3)
     held = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
