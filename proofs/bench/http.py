@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Sequence as PreTokenizers, Split
 
 from weft.display.plots import GREY, new_axes
 from weft.errors import MissingPackageError
@@ -55,12 +55,14 @@ another client may take."""
 
 
 def write_preset(folder: Path, name: str) -> None:
-    """A checkpoint folder without weights: the dimensions of a known model, and a tokenizer whose tokens are all
-    different texts."""
+    """A checkpoint folder without weights: the dimensions of a known model, and a tokenizer whose tokens are different
+    texts: bytes, and words with a space before them, which are encoded as the tokens that they were."""
     size = int(PRESETS[name]["vocab_size"])
     tokens = [*ByteLevel.alphabet(), *(f"Ġt{number}" for number in range(size))][:size]
-    tokenizer = Tokenizer(BPE({token: place for place, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(False, use_regex=False), ByteLevelDecoder()
+    tokenizer = Tokenizer(BPE({token: place for place, token in enumerate(tokens)}, [], ignore_merges=True))
+    words = Split(Regex(" ?[^ ]+"), "isolated")
+    tokenizer.pre_tokenizer = PreTokenizers([words, ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = ByteLevelDecoder()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (folder / "config.json").write_text(json.dumps(PRESETS[name]))
