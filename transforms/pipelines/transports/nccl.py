@@ -73,11 +73,12 @@ class NcclEnd:
         while not capturing and self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
         for tensor in tensors:
-            work = self._group(peer).send([as_bytes(tensor)], peer, 0)
+            own = tensor.detach()  # its memory: a tensor that a function leaves somewhere is an error of its capture
+            work = self._group(peer).send([as_bytes(own)], peer, 0)
             if capturing:
                 work.wait()  # a graph must end on the stream on which it began
             else:
-                self._under_way.append((work, tensor))
+                self._under_way.append((work, own))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         for tensor in tensors:
