@@ -30,7 +30,8 @@ One table, made from the records in `proofs/results/` by `python -m weft.proofs.
 
 Each command to repeat a measurement is a module of `proofs/bench/` (`python -m weft.proofs.bench.serving --help`);
 `proofs/bench/NOTES.md` says what was learned. Decode steps by number of requests and by context, as curves:
-`proofs/results/2026-11-22-h200-decode-modes.svg`.
+`proofs/results/2026-11-22-h200-decode-modes.svg`; latency over HTTP against load:
+`proofs/results/2026-11-24-h200-http.svg`.
 """
 
 
@@ -278,6 +279,26 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
         yield record.row(f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine)
 
 
+def http_rows() -> Iterator[tuple[str, ...]]:
+    """`weft serve` next to an engine without HTTP, by our client and by vLLM's."""
+    record = read("h200-http")
+    lengths = f"{record.data['input_len']} in, {record.data['output_len']} out"
+    for model in record.data["models"]:
+        alone, where = span((row["output_tokens_per_s"] for row in model["alone"]), "{:,.0f}"), "1 GPU"
+        for by, key in (("", "rows"), (", by `vllm bench serve`", "vllm")):
+            rates = dict.fromkeys(row["rate"] for row in model[key])
+            for rate in rates:
+                rows = [row for row in model[key] if row["rate"] == rate]
+                times = ", ".join(
+                    f"{name.upper()} {span((row[name]['p50'] for row in rows), '{:.1f}')}" for name in ("ttft", "tpot")
+                )
+                speed = span((row["output_tokens_per_s"] for row in rows), "{:,.0f}")
+                every = "all at once" if rate == "inf" else f"{rate:g} a second"
+                what = f"`weft serve`, {model['model']}: {rows[0]['requests']} requests, {every}, {lengths}{by}"
+                against = f"{alone} without HTTP" if rate == "inf" else ""
+                yield record.row(what, f"{speed} tokens/s; {times} ms", against, where)
+
+
 def client_rows() -> Iterator[tuple[str, ...]]:
     """Other people's clients against `weft serve`, on a CPU."""
     machine = "a CPU, 2 cores that others used too"
@@ -300,7 +321,7 @@ def client_rows() -> Iterator[tuple[str, ...]]:
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
     served = serving_rows, prompt_rows, change_rows, equality_rows, step_rows
-    for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, client_rows):
+    for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, http_rows, client_rows):
         yield from rows()
 
 
