@@ -88,14 +88,14 @@ def forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
     thread = threading.Thread(target=forward, name="weft signals", daemon=True)
     thread.start()
-    handlers = {each: signal.signal(each, lambda *_: None) for each in _SIGNALS}
     before = signal.set_wakeup_fd(writer.fileno())
+    handlers = {each: signal.signal(each, lambda *_: None) for each in _SIGNALS}
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
         for each, own in handlers.items():
             signal.signal(each, own)
+        signal.set_wakeup_fd(before)
         writer.close()
         thread.join()
         reader.close()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hmac
 import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -262,7 +261,7 @@ class Server:
             except BaseException:
                 await parts.aclose()
                 raise
-            return EventStream(_events(first, parts, form))
+            return EventStream(first, parts, form)
         async with contextlib.aclosing(parts), while_connected(request.receive):
             async for _ in parts:
                 pass
@@ -339,11 +338,12 @@ async def _within(outputs: AsyncGenerator[list[Output], None], seconds: float) -
     Raises:
         Refusal: not all have.
     """
-    end = time.monotonic() + seconds
+    end = asyncio.get_running_loop().time() + seconds
     async with contextlib.aclosing(outputs):
         while True:
             try:
-                found = await asyncio.wait_for(anext(outputs), end - time.monotonic())
+                async with asyncio.timeout_at(end):
+                    found = await anext(outputs)
             except StopAsyncIteration:
                 return
             except TimeoutError:
@@ -351,41 +351,40 @@ async def _within(outputs: AsyncGenerator[list[Output], None], seconds: float) -
             yield found
 
 
-async def _events(
-    first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form
-) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of a stream, several at a time; the last part's are sent together with the end's."""
-    async with contextlib.aclosing(parts):
-        try:
-            yield form.written(first)
-            async for found in parts:
-                yield form.written(found)
-        except Exception as error:
-            yield event(refusal_of(error).body)
-
-
 class EventStream(Response):
-    """An answer of server-sent events.
+    """An answer of server-sent events; the last part's are sent together with the end's.
 
     Args:
-        events: bytes of one or several.
+        first, parts, form: the first parts of the answer, the later ones, and how they are written.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form) -> None:
         super().__init__(None, media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self._events = events
+        self._first, self._parts, self._form = first, parts, form
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them, until the client goes."""
-        body = "http.response.body"
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with contextlib.suppress(ClientDisconnect):
-            async with contextlib.aclosing(self._events), while_connected(receive):
-                async for chunk in self._events:
-                    await send({"type": body, "body": chunk, "more_body": True})
-                await send({"type": body, "body": b"", "more_body": False})
+        async with contextlib.aclosing(self._parts), contextlib.aclosing(self._events()) as events:
+            with contextlib.suppress(ClientDisconnect):
+                async with while_connected(receive):
+                    if scope["http_version"] == "1.0":  # it has no chunks
+                        whole = Response(b"".join([own async for own in events]), 200, self.headers)
+                        await whole(scope, receive, send)
+                        return
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    async for own in events:
+                        await send({"type": "http.response.body", "body": own, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            yield self._form.written(self._first)
+            async for found in self._parts:
+                yield self._form.written(found)
+        except Exception as error:
+            yield event(refusal_of(error).body)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

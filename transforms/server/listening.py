@@ -35,7 +35,12 @@ _SPARE_FILES = 128
 
 class Connection(HttpToolsProtocol):
     """Uvicorn's connection, closed if it sends no request in time or does not read its answer; with a bound for what is
-    read before it means something; errors are JSON."""
+    read before it means something; errors are JSON.
+
+    One request is under way at a time. If another one follows before the answer, the first one is answered, and the
+    connection closes: its client sends the others again (RFC 9112, 9.3.2). Uvicorn would queue them without bound, and
+    not tell the first one that its client has gone.
+    """
 
     max_connections = MAX_CONNECTIONS
     logger: logging.Logger
@@ -43,6 +48,8 @@ class Connection(HttpToolsProtocol):
     _stall: asyncio.TimerHandle | None = None
     _is_in_request = False
     """The head of a request has come, its end has not."""
+    _is_last = False
+    """What comes after the request under way is not read."""
     _num_unread = 0
     """Bytes since the last head, part of a body, or end."""
 
@@ -55,25 +62,21 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             self._refuse(Refusal(503, f"{counted(self.max_connections, 'connection')} at most", "server_error"))
-            return
-        self._head = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
+        self._set_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; the clock of a head runs while one is incomplete, and while a body goes on that was answered."""
+        """Take bytes. Unless an answer is under way, a clock runs from now on."""
+        if self._is_last:
+            return
         self._num_unread += len(data)
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
         except httptools.HttpParserError:
             self.send_400_response(_INVALID)
-        if self.transport.is_closing():
-            return
         if self._num_unread > MAX_HEAD:
             self.send_400_response(_INVALID)
-        elif self._is_in_request and not self._is_answered:
-            self._stop_head()
-        elif self._head is None and (self._num_unread or self._is_in_request):
-            self._head = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
+        self._set_head()
 
     def _feed(self, data: bytes) -> None:
         """Parse bytes. An upgrade to another protocol is not taken (Java's client asks for HTTP/2): as the parser then
@@ -92,28 +95,36 @@ class Connection(HttpToolsProtocol):
         """No answer is under way."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _close_if_idle(self) -> None:
-        """The clock of a head has run out. An answer that is under way goes on, and the clock begins anew."""
-        self._head = None
-        if self._is_answered:
-            self.transport.close()
-        else:
-            self._head = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
+    def _set_head(self) -> None:
+        """Start the clock of a head, or of what goes on after an answer; stop it while an answer is under way."""
+        if self.transport.is_closing() or not self._is_answered:
+            _stop(self._head)
+            self._head = None
+        elif self._head is None:
+            self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
-    def _stop_head(self) -> None:
-        _stop(self._head)
-        self._head = None
+    def on_message_begin(self) -> None:
+        """Called by the parser; errors make the answer 400."""
+        if not self._is_answered:
+            raise ValueError("a request before the answer to the last one")
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser. A field after the body is none of the request's (RFC 9110, 6.5.1)."""
+        if not self._is_in_request:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Called by the parser; errors make the answer 400. A request names one host (RFC 9112, 3.2)."""
+        """Called by the parser. A request names one host (RFC 9112, 3.2)."""
         if self.parser.get_method() == b"CONNECT":
             raise ValueError("this server is no proxy")
         if self.parser.should_upgrade():
             return
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):
+        num_hosts, version = sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
+        if num_hosts > 1 or (not num_hosts and version == "1.1"):
             raise ValueError(f"{num_hosts} hosts")
         self._num_unread, self._is_in_request = 0, True
+        self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -126,33 +137,54 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._num_unread, self._is_in_request = 0, False
-        self._stop_head()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called at the end of an answer. If the client has not read it all, it has some time to do so."""
+        if self.transport.get_write_buffer_size():
+            self._start_stall()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
-        self._stop_head()
+        _stop(self._head)
         _stop(self._stall)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """The client has not read what was sent: it has some time to do so."""
         super().pause_writing()
-        if self._stall is None:
-            self._stall = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+        self._start_stall()
 
     def resume_writing(self) -> None:
         """The client reads."""
         super().resume_writing()
-        _stop(self._stall)
+        if not self.transport.is_closing():
+            _stop(self._stall)
+            self._stall = None
+
+    def _start_stall(self) -> None:
+        if self._stall is None:
+            self._stall = self.loop.call_later(STALL_SECONDS, self._end_if_stalled)
+
+    def _end_if_stalled(self) -> None:
         self._stall = None
+        if self.flow.write_paused or self.transport.is_closing():
+            self.transport.abort()
+        elif self.transport.get_write_buffer_size():
+            self._start_stall()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no request."""
-        self._refuse(Refusal(400, msg, code="invalid_http"))
+        """Answer bytes that are no request. After a request that is under way they are not answered."""
+        if self._is_answered or self._is_in_request:
+            self._refuse(Refusal(400, msg, code="invalid_http"))
+        else:
+            self._is_last, self.cycle.keep_alive = True, False
 
     def _refuse(self, refusal: Refusal) -> None:
-        if self._is_answered or not self.cycle.response_started:  # else they come in the middle of an answer
+        if self.transport.is_closing():
+            return
+        if not (self._is_in_request and self.cycle.response_started):  # else it would stand in or after an answer
             raw = as_json(refusal.body)
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(raw)
             self.transport.write(STATUS_LINE[refusal.status] + head + raw)

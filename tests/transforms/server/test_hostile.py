@@ -6,16 +6,17 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import pytest
 from serving import Served, served
+from starlette.requests import ClientDisconnect
 
 from weft.proofs.http.process import read_answers, request_bytes
 from weft.stages.model import Model
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.server import app, listening
+from weft.transforms.server import app, bodies, listening
 from weft.transforms.server.browsers import is_loopback, refuse_browsers
 from weft.transforms.server.listening import Listener
 from weft.transforms.server.refusals import Refusal
@@ -282,6 +283,106 @@ def test_an_upgrade_is_not_taken_and_the_request_is_answered(listener: Served) -
             own.sendall(raw[7:])
             [found] = read_answers(own)
             assert (found.status, found.json["usage"]["completion_tokens"]) == (200, 5)
+
+
+def test_a_body_that_ends_after_its_answer_leaves_no_connection_without_a_clock(listener: Served) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.settimeout(10)
+        own.sendall(b"POST /nothing HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 5\r\n\r\n")
+        read = b""
+        while not read.endswith(b"}}"):
+            read += own.recv(4096)
+        assert read.split()[1] == b"404"
+        own.sendall(b"12345")
+        assert own.recv(100) == b""
+
+
+def test_of_requests_at_once_the_first_is_answered_and_the_connection_closes(listener: Served) -> None:
+    """Each could otherwise wait in memory, and the first one would not hear that its client has gone."""
+    many = request_bytes("/health") * 5000
+    for follows in (b"", b"\x01 no request\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", listener.port)) as own:
+            own.settimeout(10)
+            raw = request_bytes("/v1/completions", json.dumps({**BODY, "max_tokens": 20, "stream": True}).encode())
+            with contextlib.suppress(ConnectionError):
+                own.sendall(raw + (follows or many))
+            [found] = read_answers(own)
+        assert found.status == 200
+        assert found.body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_after_a_second_request_ends_the_first(listener: Served, stream: bool) -> None:
+    body = {**BODY, "max_tokens": 450, "n": 4, "stream": stream}
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.sendall(request_bytes("/v1/completions", json.dumps(body).encode()) + request_bytes("/health"))
+        until(lambda: listener.host.num_open == 4)
+        own.sendall(request_bytes("/health"))
+    until(lambda: listener.host.num_open == 0)
+    until(lambda: listener.host.engine.is_idle)
+    assert listener.host.engine.stats().tokens < 1000
+
+
+def test_fields_after_a_body_are_none_of_the_request(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener.server, "_key", "secret")
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.settimeout(10)
+        chunk = json.dumps({"prompt": "a"}).encode()
+        head = b"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        own.sendall(head + b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret\r\n\r\n" % (len(chunk), chunk))
+        assert own.recv(4096).split()[1] == b"401"
+
+
+def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(listener: Served) -> None:
+    raw = json.dumps({**BODY, "max_tokens": 5, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", listener.port)) as own:
+        own.settimeout(10)
+        head = f"POST /v1/completions HTTP/1.0\r\nhost: 127.0.0.1\r\ncontent-length: {len(raw)}\r\n\r\n"
+        own.sendall(head.encode() + raw)
+        read = bytearray()
+        while more := own.recv(4096):
+            read += more
+    answered, _, body = bytes(read).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answered
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_client_that_goes_as_an_output_comes_is_not_missed(turns: int) -> None:
+    """With a time limit, the output and the end of the client may come in one turn of the event loop."""
+
+    async def run() -> int:
+        gone, came, count = asyncio.Event(), asyncio.Event(), 0
+
+        async def receive() -> Any:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def outputs() -> AsyncGenerator[Any, None]:
+            for _ in range(50):
+                await came.wait()
+                came.clear()
+                yield []
+
+        async def feed() -> None:
+            for place in range(50):
+                came.set()
+                if place == 3:
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    gone.set()
+                await asyncio.sleep(0.001)
+
+        feeding = asyncio.create_task(feed())
+        with contextlib.suppress(ClientDisconnect):
+            async with bodies.while_connected(receive):
+                async for _ in app._within(outputs(), 60):
+                    count += 1
+        feeding.cancel()
+        return count
+
+    assert asyncio.run(run()) <= 5
 
 
 @pytest.mark.parametrize("sent", [b"", b"transfer-encoding: chunked\r\n\r\n0\r\n"], ids=["a head", "trailers"])
