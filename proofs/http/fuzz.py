@@ -41,9 +41,8 @@ _EVERY = 1000
 _SLOW_SECONDS = 60.0
 _EXPECTED = {400, 401, 403, 404, 405, 408, 413, 429, 504}
 _MORE_MEMORY, _MORE_FILES, _MORE_THREADS, _GRAPH_MEMORY = 64 * 2**20, 8, 24, 6 * 2**20
-"""How much more the server may hold at the end than after the first attacks. The memory is for grammars that are kept
-and the allocator, and for each graph that was captured meanwhile (4 MiB, measured; a ladder bounds their number); the
-files are the pipes of the grammar compiler; the threads those of pools."""
+"""How much more the server may hold at the end than after the first attacks: memory for the grammars that it keeps, and
+4 MiB (measured) for each graph captured meanwhile; files for the grammar compiler's pipes; threads for pools."""
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}assistant:"
 _SECRET = "the secret of a file that no request may read"
 

@@ -49,7 +49,7 @@ class Connection(HttpToolsProtocol):
     _is_in_request = False
     """The head of a request has come, its end has not."""
     _is_last = False
-    """What comes after the request under way is not read."""
+    """The connection closes after the answer under way; what the client sends meanwhile is dropped."""
     _num_unread = 0
     """Bytes since the last head, part of a body, or end."""
 

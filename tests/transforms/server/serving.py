@@ -1,13 +1,16 @@
 """A server of a small model, on a port of its own, for a test."""
 
 import asyncio
+import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import httpx
 import uvicorn
 
 from weft.stages.checkpoints.chat import ChatTemplate
@@ -87,3 +90,18 @@ def _apart(engine: Engine, remote: tuple[socket.socket, socket.socket], max_wait
     options = {"daemon": True, "args": (theirs, engine, mask_maker(engine.model))}
     threading.Thread(target=run_engine, **options).start()  # type: ignore[arg-type]
     return RemoteHost(ours, model, max_model_len(engine), engine.limits.budget.max_num_reqs + max_waiting)
+
+
+BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 100, "ignore_eos": True}
+
+
+def ask(server: Served, body: Any = BODY, path: str = "/v1/completions", **options: Any) -> Any:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{server.url}{path}", content=content, timeout=60, **options)
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
