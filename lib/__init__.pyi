@@ -7,7 +7,12 @@ from .errors import WeftError as WeftError
 from .outputs import IntermediateTensors as IntermediateTensors, Output as Output
 from .padding import inert as inert, pad as pad, unpad as unpad
 from .sampling import SamplingParams as SamplingParams
-from .settings import assert_max_captures as assert_max_captures, config as config, no_capture as no_capture
+from .settings import (
+    assert_max_captures as assert_max_captures,
+    batch_invariant as batch_invariant,
+    config as config,
+    no_capture as no_capture,
+)
 from .stages.adapters import Adapter as Adapter, load_adapter as load_adapter
 from .stages.model import Model as Model, load as load
 from .state import State as State, admit as admit, advance as advance

@@ -1,4 +1,4 @@
-"""`weft.config`, and the contexts in which graphs may not be captured."""
+"""`weft.config`, and the contexts: those in which graphs may not be captured, and `batch_invariant`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +56,36 @@ _COUNTS: ContextVar[tuple[_Count, ...]] = ContextVar("weft.counts", default=())
 _MAY_CAPTURE: ContextVar[bool] = ContextVar("weft.may_capture", default=True)
 MAY_REPLAY: ContextVar[bool] = ContextVar("weft.may_replay", default=True)
 """False inside `no_capture(replay=False)`."""
+
+_BATCH_INVARIANT: ContextVar[bool] = ContextVar("weft.batch_invariant", default=False)
+is_batch_invariant: Callable[[], bool] = _BATCH_INVARIANT.get
+"""Whether `batch_invariant()` is around this call."""
+
+
+@contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Make weft's operators batch invariant inside, in this thread: a token's result is a function of the token, its
+    context and the parameters, bit for bit, whatever else is in the batch, and wherever a prompt was cut.
+
+    Each sum has an order that depends on the shapes of the parameters and on the token's position alone. Torch's own
+    operators are not changed: the number of rows may change their products. `graphify` has the context in its key. A
+    model loaded with `batch_invariant=True` runs in it, whatever is around the call.
+
+    Args:
+        enabled: False leaves an outer context.
+
+    >>> import torch, weft
+    >>> from weft.ops.linear import linear
+    >>> x, weight = torch.randn(5, 64), torch.randn(32, 64)
+    >>> with weft.batch_invariant():
+    ...     torch.equal(linear(x, weight)[:1], linear(x[:1], weight))
+    True
+    """
+    token = _BATCH_INVARIANT.set(enabled)
+    try:
+        yield
+    finally:
+        _BATCH_INVARIANT.reset(token)
 
 
 @contextmanager

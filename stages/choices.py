@@ -25,6 +25,7 @@ _RULES: dict[str, Rule] = {
         lambda one: isinstance(one, AttentionBackend) or one in ("auto", *BACKENDS),
         f"an AttentionBackend, or one of auto, {', '.join(BACKENDS)}",
     ),
+    "batch_invariant": (lambda flag: isinstance(flag, bool), "True or False"),
     "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
 }
 
@@ -99,11 +100,12 @@ def check_backend(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     *,
     call: str,
 ) -> None:
     """Raise DeviceError or ProgramError unless an attention back end can run the model."""
-    backend.check(call, device, dtype, config.head_dim, max(config.windows, default=0), kv_dtype)
+    backend.check(call, device, dtype, config.head_dim, max(config.windows, default=0), kv_dtype, batch_invariant)
 
 
 def pick_attention(
@@ -112,6 +114,7 @@ def pick_attention(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     *,
     call: str,
 ) -> AttentionBackend | None:
@@ -120,13 +123,13 @@ def pick_attention(
 
     Raises:
         DeviceError: it does not run on the device.
-        ProgramError: it has no kernels for the model.
-        RequestError: an unknown name.
+        ProgramError: it has no kernels for the model, or is not batch invariant and has to be.
+        RequestError: an unknown name, or a `batch_invariant` that is not a bool.
     """
-    check_values(call, _RULES, {"attention": attention})
+    check_values(call, _RULES, {"attention": attention, "batch_invariant": batch_invariant})
     chosen = OWN[device.type] if attention == "auto" else BACKENDS.get(str(attention))
     chosen = attention if isinstance(attention, AttentionBackend) else chosen
     assert isinstance(chosen, AttentionBackend), "the rule holds"
-    check_backend(chosen, config, device, dtype, kv_dtype, call=call)
+    check_backend(chosen, config, device, dtype, kv_dtype, batch_invariant, call=call)
     is_default = attention == "auto" or device.type == "cpu" or config.fp8 is not None
     return None if is_default and chosen is OWN[device.type] else chosen

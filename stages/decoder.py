@@ -29,6 +29,7 @@ from weft.ops.lora import add_lora
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.rotary import rotate_and_keep
 from weft.outputs import IntermediateTensors, Output
+from weft.settings import batch_invariant as invariant
 from weft.stages.attention import context
 from weft.stages.attention.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
 from weft.stages.config import ModelConfig
@@ -77,6 +78,7 @@ def decoder_stage(
     token_extras: Mapping[str, Tensor] | None = None,
     attend: Attend | AttentionBackend | None = None,
     beside: Beside | None = None,
+    batch_invariant: bool = False,
     sown_names: SownNames | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
@@ -93,6 +95,7 @@ def decoder_stage(
         captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
         beside: other models, which the last stage lets read the same tokens (`weft.stages.drafting.readers_beside`).
         token_extras: the default values of inputs that tokens have of their own, on the stage's device.
+        batch_invariant: whether the stage runs in `weft.batch_invariant()`.
         sown_names: shared by the stages of a split that run in this process, which find in it what none of them
             captures, and what two of them carry; None: this stage knows its own alone.
 
@@ -113,6 +116,12 @@ def decoder_stage(
 
     @donates("state")
     def stage(
+        params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
+    ) -> tuple[State, IntermediateTensors | Output]:
+        with invariant() if batch_invariant else _NOTHING:
+            return run(params, state, batch, x)
+
+    def run(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
         _check_call(name, layout, params, batch, x, section is not None)

@@ -98,6 +98,8 @@ class StageFunctions:
             key and value product and the output projection, with this step's keys and values in the pages. `q` and
             `mixed` are [num_tokens, num_heads, head_dim]. Or an `AttentionBackend`, which computes the same otherwise.
         beside: models by name, which read the same tokens, so that `logits` has theirs.
+        batch_invariant: whether all of it runs in `weft.batch_invariant()`. Whether functions of one's own in torch's
+            operators are batch invariant is for `weft.proofs.check` to say.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -118,6 +120,7 @@ class StageFunctions:
 
     attend: Attend | AttentionBackend | None = None
     beside: Mapping[str, Any] = attrs.field(factory=dict)
+    batch_invariant: bool = False
 
     @property
     def _readers(self) -> list["StageFunctions"]:
@@ -162,6 +165,7 @@ class StageFunctions:
         for kind, tensors in (*kinds, ("captured", self.captures), ("carried", self.carries)):
             parts += [f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())]
         parts += [f"beside {name}: {model.weights}" for name, model in sorted(self.beside.items())]
+        parts += ["batch invariant"] if self.batch_invariant else []
         parts += [] if self.prefix_caching is None else [f"prefix_caching={self.prefix_caching}"]
         return ", ".join(parts) or "the decoder's own"
 
@@ -185,6 +189,8 @@ def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
             changed["layers"] = {**own, **{index: _after(own.get(index), change) for index, change in given.items()}}
         elif field.name in ("extras", "token_extras", "carries"):
             changed[field.name] = {**own, **{name: x.detach().clone() for name, x in given.items()}}
+        elif field.name == "batch_invariant":
+            changed[field.name] = own or given
         elif isinstance(own, Mapping):
             changed[field.name] = {**own, **given}
         elif given is not None:
@@ -203,8 +209,9 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     """Raise ProgramError for what is not a function, or one of another signature, for layers that the model does not
     have, and for an `attend` that an attention of one's own does not call."""
     given = attrs.asdict(functions, recurse=False)
-    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside"
+    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside", "batch_invariant"
     others = {name: given.pop(name) for name in names}
+    others.pop("batch_invariant")
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
         lambda found: (

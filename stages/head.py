@@ -16,14 +16,15 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
 from weft.batch import DRAFT, Batch, ResolvedBatch, find_owners
 from weft.errors import ProgramError, RequestError
+from weft.ops.linear import linear
 from weft.ops.norm import rms_norm
-from weft.ops.sampling.sample import sample_rows
+from weft.ops.parts import sum_parts
+from weft.ops.sampling.sample import sample_rows, token_logprobs
 from weft.outputs import Output, PerToken
 from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
@@ -41,7 +42,12 @@ def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
     """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
-    return F.linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
+    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
+
+
+def project(normed: Tensor, lm_head: Tensor) -> Tensor:
+    """The logits [n, vocab_size] of normalised hidden states [n, hidden_size]."""
+    return sum_parts(linear(normed, lm_head), normed.dtype)
 
 
 def finish(
@@ -204,13 +210,12 @@ def prompt_logprobs(
     """
     parts: list[tuple[Tensor, ...]] = []
     for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
-        logits = F.linear(states, lm_head)
+        logits = project(states, lm_head)
         if changed is not None:
             logits = changed(logits, sum(len(own) for own, *_ in parts))
-        logprobs = logits.float().log_softmax(-1)
-        best, ids = logprobs.topk(count, -1)
-        own = logprobs.gather(1, wanted[:, None])
-        parts.append((own[:, 0], ids, best, ranks_of(logits.gather(1, wanted[:, None]), logits)))
+        ids = logits.topk(count, -1).indices
+        found = token_logprobs(logits, torch.cat((wanted[:, None], ids), 1))
+        parts.append((found[:, 0], ids, found[:, 1:], ranks_of(logits.gather(1, wanted[:, None]), logits)))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 

@@ -14,6 +14,7 @@ from weft.arguments.checks import Rule, check_values, kind_of, names_arguments, 
 from weft.arguments.equivalents import LOAD
 from weft.errors import ProgramError, RequestError
 from weft.ops.attention.backends import AttentionBackend
+from weft.settings import batch_invariant as invariant, is_batch_invariant
 from weft.stages.checkpoints.chat import ChatTemplate, Messages, render_chat
 from weft.stages.checkpoints.formats import open_checkpoint
 from weft.stages.checkpoints.reading import Origin, checked_device, digest_params, read_params
@@ -196,7 +197,8 @@ class Model:
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
         check_functions(call, new, self.config.num_layers)
         if isinstance(attend, AttentionBackend):
-            check_backend(attend, self.config, self.device, self.dtype, self.kv_dtype, call=call)
+            own = self.functions
+            check_backend(attend, self.config, self.device, self.dtype, self.kv_dtype, own.batch_invariant, call=call)
         functions = updated(self.functions, new)
         check_functions(call, functions, self.config.num_layers)
         self._check_beside(call, functions.beside)
@@ -259,7 +261,8 @@ class Model:
             seen = list(hidden.shape) if isinstance(cast(Any, hidden), Tensor) else kind_of(hidden)
             raise ProgramError(call, f"hidden states {seen}", f"a tensor [..., {size}]")
         flat = hidden.reshape(-1, size).to(self.device, self.dtype)
-        return head(self.config, self.params, flat).reshape(*hidden.shape[:-1], -1)
+        with invariant(self.functions.batch_invariant or is_batch_invariant()):
+            return head(self.config, self.params, flat).reshape(*hidden.shape[:-1], -1)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
@@ -338,6 +341,7 @@ def load(
     progress: bool = False,
     attention: str | AttentionBackend = "auto",
     kv_dtype: torch.dtype | str | None = None,
+    batch_invariant: bool = False,
 ) -> Model:
     """Load a checkpoint: a folder as Hugging Face writes it, with config.json, *.safetensors, and tokenizer.json if
     there is one; or a .gguf (`pip install 'weft[gguf]'`).
@@ -380,8 +384,8 @@ def load(
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = split_model(config, num_stages)[index]
     kept = pick_kv_dtype(kv_dtype, call=call)
-    backend = pick_attention(attention, config, where, kind, kept, call=call)
-    functions = OWN if backend is None else StageFunctions(attend=backend)
+    backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)
+    functions = StageFunctions(attend=backend, batch_invariant=batch_invariant)
     tokenizer, template = checkpoint.read_tokenizer(call, strict), checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:

@@ -11,12 +11,26 @@ from weft.ops.register import operator
 
 def gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) * up` in float32, rounded once; the reference of every kernel that gates."""
+    wide = widened(gate)
+    # torch's silu on a CPU rounds the last elements of a tensor in another way than the others.
+    return (wide / (1 + torch.exp(-wide)) * widened(up)).to(dtype)
+
+
+def functional_gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gated`, with derivatives that are finite for any gate."""
     return (F.silu(widened(gate)) * widened(up)).to(dtype)
+
+
+def functional_silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`silu_mul` by `functional_gated`."""
+    gate, up = sum_parts(x, dtype).chunk(2, dim=-1)
+    return functional_gated(gate, up, dtype)
 
 
 @operator(
     kernel="weft.ops.gate_triton:silu_mul",
     fake=lambda x, dtype: x.new_empty((x.shape[-2], x.shape[-1] // 2), dtype=dtype),
+    functional=functional_silu_mul,
 )
 def silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) * up`: the gate is the left half of x, up the right half (SwiGLU, Shazeer, arXiv 2002.05202).

@@ -9,12 +9,14 @@ from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, ceil_blocks, dequantize, deq
 from weft.ops.register import operator
 from weft.ops.tiles import linear_parts
 
+_BLOCK_TOKENS = 16
 
-def _empty_product(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
+
+def _empty_product(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool, batch_invariant: bool) -> Tensor:
     """An empty result: parts where the CUDA implementation splits the product."""
     (tokens, columns), rows = x.shape, weight.shape[0]
     fp8 = weight.dtype == torch.float8_e4m3fn
-    parts = linear_parts(tokens, rows, columns, fp8) if x.device.type == "cuda" and split else 1
+    parts = linear_parts(tokens, rows, columns, fp8, batch_invariant) if x.device.type == "cuda" and split else 1
     if parts == 1:
         return x.new_empty((tokens, rows), dtype=dtype)
     return x.new_empty((parts, tokens, rows), dtype=torch.float32)
@@ -22,9 +24,9 @@ def _empty_product(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool) -
 
 @operator(
     kernel="weft.ops.linear_triton:linear",
-    fake=lambda x, weight: _empty_product(x, weight, x.dtype, x.itemsize == 2),
+    fake=lambda x, weight, batch_invariant=False: _empty_product(x, weight, x.dtype, x.itemsize == 2, batch_invariant),
 )
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
@@ -36,7 +38,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`). S follows from the shapes, the
         dtype and the device.
     """
-    return F.linear(x, weight, bias)
+    return multiply(x, weight, bias, batch_invariant)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+    """`x @ weight.T + bias` in torch's own product. Batch invariant, it is made 16 tokens at a time, in new memory, so
+    that neither the number of tokens nor their alignment chooses its order of sums."""
+    if not batch_invariant:
+        return F.linear(x, weight, bias)
+    missing = -len(x) % _BLOCK_TOKENS
+    blocks = F.pad(x, (0, 0, 0, missing)).split(_BLOCK_TOKENS) if len(x) else (x,)
+    return torch.cat([F.linear(block.clone(), weight, bias) for block in blocks])[: len(x)]
 
 
 def fp8_linear(
@@ -69,13 +81,21 @@ def fp8_linear(
 
 @operator(
     kernel="weft.ops.linear_triton:fp8_linear",
-    fake=lambda values, weight, dtype: _empty_product(values, weight, dtype, True),
+    fake=lambda values, weight, dtype, batch_invariant=False: _empty_product(
+        values, weight, dtype, True, batch_invariant
+    ),
     no_derivative=ROUNDED,
 )
 def _fp8_linear(
-    values: Tensor, scales: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor,
+    scales: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised."""
     x = Quantized(*reference_quantize(values)) if scales is None else Quantized(values, scales)
-    out = dequantize(x) @ dequantize_weight(weight, scale).T
+    out = multiply(dequantize(x), dequantize_weight(weight, scale), None, batch_invariant)
     return (out if bias is None else out + bias.float()).to(dtype)

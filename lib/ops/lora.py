@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
+from weft.ops.linear import multiply
 from weft.ops.parts import sum_parts, widened
 from weft.ops.register import operator
 
@@ -45,7 +46,14 @@ def functional_add_lora(
     check=_check,
 )
 def add_lora(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: Sequence[int]
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    active: Tensor,
+    starts: Sequence[int],
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; `y[t]` where s is not an active slot.
 
@@ -72,6 +80,6 @@ def add_lora(
     for slot in active[active >= 0].tolist():
         mine = (slots == slot).nonzero()[:, 0]
         for pair, (start, end) in enumerate(pairwise(starts)):
-            low = (x[mine].float() @ a[slot, pair].float().T).to(x.dtype)
-            total[mine, start:end] += low.float() @ b[slot, start:end].float().T
+            low = multiply(x[mine].float(), a[slot, pair].float(), None, batch_invariant).to(x.dtype)
+            total[mine, start:end] += multiply(low.float(), b[slot, start:end].float(), None, batch_invariant)
     return total.to(x.dtype)

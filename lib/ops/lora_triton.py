@@ -84,8 +84,17 @@ def _expand_kernel(
     tl.store(out + place, total.to(TYPE), mask=inside)
 
 
-def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: list[int]) -> Tensor:
-    """`weft::add_lora`."""
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    active: Tensor,
+    starts: list[int],
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`weft::add_lora`, which is batch invariant in any case."""
     (tokens, columns), (_, pairs, rank, _), rows = x.shape, a.shape, b.shape[1]
     assert pairs <= 3, "no more linear layers than three are one product"
     out = x.new_empty((tokens, rows))

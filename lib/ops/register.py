@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, library
 
 from weft.errors import DerivativeError, DeviceError
+from weft.settings import is_batch_invariant
 from weft.torchapi.private import FUNCTORCH_KEY, in_functorch_transform, is_differentiated, overload_of, unwrapped_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Function = Callable[..., Any]
 
+FLAG = "batch_invariant"
+"""The parameter that makes a second operator of a function."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of a model's weights, hidden states and KV cache that the operators compute with."""
 
@@ -45,6 +48,7 @@ def operator(
     functional: Function | None = None,
     no_derivative: str | None = None,
     check: Function | None = None,
+    returns_written: bool = True,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Register the decorated function as the operator `weft::name`.
 
@@ -62,8 +66,14 @@ def operator(
         writes: the parameters whose tensors are written in place.
         functional: the same in torch's own operations, on any device, for autograd and torch.func; None: the reference.
             It writes to no argument: where the operator does, `functional` returns the new values after the result.
+        returns_written: False: it does not, since the argument is written only where a derivative is not exact.
         no_derivative: why the operator has no derivative. Asking for one is an error that says so.
         check: called with all arguments before the operator; raises if they contradict each other.
+
+    A last parameter `batch_invariant: bool = False` of the function and of its kernel is not a parameter of the call.
+    It makes a second operator, `weft::name.batch_invariant`, which is called in `weft.batch_invariant()`: so a traced
+    program says which of the two it runs. In that context a derivative is that of `functional`, and the values are the
+    operator's, bit for bit.
     """
 
     def register(reference: Callable[P, R]) -> Operator[P, R]:
@@ -71,14 +81,18 @@ def operator(
         derived = functional or reference
         if no_derivative is not None:
             derived = without_derivative(own.replace(".", "_"), no_derivative, derived)
-        op = define(own, reference, fake=fake, kernel=kernel, parameters=parameters, writes=writes)
-        if not op._schema.is_mutable:
-            library.impl(f"weft::{own}", FUNCTORCH_KEY, derived)  # for callers of torch.ops.weft
-        unchecked = _write_call(op, derived)
-        call: Operator[P, R] = unchecked if check is None else _write_checked(op, check, unchecked)
+        ops = [define(own, reference, fake=fake, kernel=kernel, parameters=parameters, writes=writes)]
+        if FLAG in inspect.signature(parameters or reference).parameters:
+            ops.append(_define_invariant(own, reference, fake, kernel, parameters, writes))
+        for op in ops:
+            if not op._schema.is_mutable:
+                library.impl(op.name(), FUNCTORCH_KEY, derived)  # for callers of torch.ops.weft
+        exact = derived if no_derivative is not None else _exact(ops[-1], derived, writes, returns_written)
+        unchecked = _write_call(ops, derived, exact)
+        call: Operator[P, R] = unchecked if check is None else _write_checked(ops[0], check, unchecked)
         for made in {unchecked, call}:
             functools.update_wrapper(made, reference)
-            made.__defaults__ = (parameters or reference).__defaults__
+            made.__defaults__ = _without_flag(parameters or reference)
         call.reference, call.unchecked = reference, unchecked
         return call
 
@@ -104,18 +118,39 @@ def define(
     if kernel is None:
         library.impl(full, "CUDA", reference)
     else:
-        implementation = cuda_implementation(name, kernel)
-        library.impl(full, "CUDA", lambda *args: implementation()(*args))
+        implementation, flag = cuda_implementation(name, kernel), {FLAG: True} if name.endswith(FLAG) else {}
+        library.impl(full, "CUDA", lambda *args: implementation()(*args, **flag))
     names = list(inspect.signature(parameters or reference).parameters)
-    places = [names.index(parameter) for parameter in inspect.signature(fake).parameters]
+    places = [names.index(parameter) for parameter in inspect.signature(fake).parameters if parameter != FLAG]
     library.register_fake(full, lambda *args: fake(*(args[place] for place in places)))
     return overload_of(full)
+
+
+def _define_invariant(
+    name: str, reference: Function, fake: Function, kernel: str, parameters: Function | None, writes: Sequence[str]
+) -> Any:
+    """Define `weft::name.batch_invariant`."""
+
+    @functools.wraps(reference)
+    def invariant(*args: Any) -> Any:
+        return reference(*args, batch_invariant=True)
+
+    made = functools.partial(fake, **{FLAG: True}) if FLAG in inspect.signature(fake).parameters else fake
+    own = f"{name}_{FLAG}" if "." in name else f"{name}.{FLAG}"
+    return define(own, invariant, fake=made, kernel=kernel, parameters=parameters or reference, writes=writes)
+
+
+def _without_flag(function: Function) -> tuple[Any, ...] | None:
+    """The defaults of a function's parameters, but for the flag, which is the last one."""
+    defaults: tuple[Any, ...] | None = function.__defaults__
+    return defaults[:-1] if defaults and FLAG in inspect.signature(function).parameters else defaults
 
 
 def _infer_schema(reference: Function, parameters: Function, writes: Sequence[str]) -> str:
     """The operator's schema. It has no defaults: torch would leave such arguments out when it calls a kernel."""
     signature = inspect.signature(parameters)
-    required = [one.replace(default=inspect.Parameter.empty) for one in signature.parameters.values()]
+    given = [one for name, one in signature.parameters.items() if name != FLAG]
+    required = [one.replace(default=inspect.Parameter.empty) for one in given]
     returned = inspect.signature(reference).return_annotation
 
     def prototype() -> None: ...
@@ -125,10 +160,23 @@ def _infer_schema(reference: Function, parameters: Function, writes: Sequence[st
 
 
 _CALL = """
-def bind(op, launch, derived, is_grad_enabled, in_functorch_transform, is_dynamo_compiling):
+def bind(op, launch, derived, exact, is_grad_enabled, in_functorch_transform, is_batch_invariant, is_dynamo_compiling):
     def call({given}):
         if (is_grad_enabled() and ({requires_grad})) or in_functorch_transform():
-            return derived({given})
+            return exact({given}) if is_batch_invariant() else derived({given})
+        return op({given}) if is_dynamo_compiling() else launch({given})
+    return call
+"""
+_CALL_OF_TWO = """
+def bind(
+    op, launch, op_invariant, launch_invariant, derived, exact,
+    is_grad_enabled, in_functorch_transform, is_batch_invariant, is_dynamo_compiling
+):
+    def call({given}):
+        if (is_grad_enabled() and ({requires_grad})) or in_functorch_transform():
+            return exact({given}) if is_batch_invariant() else derived({given})
+        if is_batch_invariant():
+            return op_invariant({given}) if is_dynamo_compiling() else launch_invariant({given})
         return op({given}) if is_dynamo_compiling() else launch({given})
     return call
 """
@@ -141,17 +189,18 @@ def bind(check, unchecked):
 """
 
 
-def _write_call(op: Any, derived: Function) -> Any:
+def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
     """Write the call as source, with named parameters: a call of `*args` that looks at each of them takes longer."""
     conditions = []
-    for argument in op._schema.arguments:
+    for argument in ops[0]._schema.arguments:
         if str(argument.type) == "Tensor":
             conditions.append(f"{argument.name}.requires_grad")
         elif str(argument.type) == "Optional[Tensor]":
             conditions.append(f"({argument.name} is not None and {argument.name}.requires_grad)")
-    bind = _bind(op, _CALL, requires_grad=" or ".join(conditions))
-    switches = torch.is_grad_enabled, in_functorch_transform, torch.compiler.is_dynamo_compiling
-    return bind(op, unwrapped_call(op), derived, *switches)
+    source = _CALL if len(ops) == 1 else _CALL_OF_TWO
+    bind = _bind(ops[0], source, requires_grad=" or ".join(conditions) or "False")
+    switches = torch.is_grad_enabled, in_functorch_transform, is_batch_invariant, torch.compiler.is_dynamo_compiling
+    return bind(*(call for op in ops for call in (op, unwrapped_call(op))), derived, exact, *switches)
 
 
 def _write_checked(op: Any, check: Function, unchecked: Function) -> Any:
@@ -165,6 +214,56 @@ def _bind(op: Any, source: str, **more: str) -> Function:
     exec(compile(source.format(given=given, **more), f"<the call of {op}>", "exec"), found)
     bind: Function = found["bind"]
     return bind
+
+
+def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: bool) -> Function:
+    """The call in `weft.batch_invariant()` where a derivative is asked for: the operator's values, with the derivative
+    of `derived`. Inside a transform of torch.func it is `derived`."""
+    names = [argument.name for argument in op._schema.arguments]
+    written = [names.index(name) for name in writes]
+
+    def run(*args: Any) -> Any:
+        if not written or not returns_written:
+            return op(*args)
+        own = list(args)
+        for place in written:
+            own[place] = own[place].clone()
+        out = op(*own)
+        return *(out if isinstance(out, tuple) else (out,)), *(own[place] for place in written)
+
+    class Exact(torch.autograd.Function):
+        """The operator, with the derivative of its functional form."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.others = [None if isinstance(x, Tensor) else x for x in args]
+            ctx.places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
+            ctx.save_for_backward(*(args[place] for place in ctx.places))
+            return run(*args)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:
+            args, wanted = list(ctx.others), dict[int, Tensor]()
+            for place, saved in zip(ctx.places, ctx.saved_tensors, strict=True):
+                args[place] = saved.detach()
+                if ctx.needs_input_grad[place]:
+                    wanted[place] = args[place].requires_grad_()
+            with torch.enable_grad():
+                out = derived(*args)
+            outs = out if isinstance(out, tuple) else (out,)
+            followed = [(x, g) for x, g in zip(outs, grads, strict=True) if g is not None and x.requires_grad]
+            ends, given = [x for x, _ in followed], [g for _, g in followed]
+            found = torch.autograd.grad(ends, [*wanted.values()], given, allow_unused=True)
+            by_place = dict(zip(wanted, found, strict=True))
+            return tuple(by_place.get(place) for place in range(len(args)))
+
+    def call(*args: Any) -> Any:
+        in_place = not returns_written and any(x is not None for x in args[1:3])
+        apply: Function = Exact.apply
+        return derived(*args) if in_functorch_transform() or in_place else apply(*args)
+
+    return call
 
 
 def without_derivative(name: str, why: str, reference: Function) -> Function:

@@ -34,6 +34,8 @@ class Tile:
         stages: tiles in flight.
         parts: into which the columns are split, each with programs of its own; of a linear layer.
         sort: whether the pairs are sorted by expert beforehand; of experts.
+        segments: into which a batch-invariant product splits the columns: each is summed by itself, and their sums are
+            added first to last, by one program, or by the next kernel where the parts are as many.
     """
 
     rows: int
@@ -43,6 +45,7 @@ class Tile:
     stages: int
     parts: int = 1
     sort: bool = False
+    segments: int = 1
 
 
 def power_of_two(n: int) -> int:
@@ -87,18 +90,45 @@ def _is_measured(key: str, tokens: int) -> tuple[bool, Tile | None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
+def linear_tile(tokens: int, rows: int, columns: int, fp8: bool, batch_invariant: bool = False) -> Tile | None:
     """The tile of a linear layer; None: torch's own product, the default for plain weights."""
     known, tile = _is_measured(linear_key(rows, columns, fp8), tokens)
+    if batch_invariant:
+        segments = linear_segments(rows, columns, fp8)
+        own = tile if known and tile is not None else _tile_by_rule(tokens, rows, columns, fp8)
+        return attrs.evolve(own, parts=segments if tokens <= FEW_TOKENS else 1, segments=segments)
     if known:
         return tile
-    if not fp8:
-        return None
+    return _tile_by_rule(tokens, rows, columns, fp8) if fp8 else None
+
+
+def _tile_by_rule(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
+    """The tile of a linear layer that was not measured."""
     if tokens > 64:
+        if not fp8:
+            return Tile(128, 128, 64, 8, 3)
         return Tile(64 if tokens <= 512 else 128, 64, 128, 4, 3)
     programs, steps = cdiv(rows, 64), cdiv(columns, 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
     return Tile(64, max(16, power_of_two(tokens)), 128, 4, 4, parts)
+
+
+FEW_TOKENS = 128
+"""The most tokens for which the segments of a batch-invariant product have programs of their own. It is also the number
+of tokens whose measured parts are the segments."""
+
+
+@functools.cache
+def linear_segments(rows: int, columns: int, fp8: bool) -> int:
+    """The segments of a batch-invariant product with weights `[rows, columns]`: a function of the weights alone."""
+    known, tile = _is_measured(linear_key(rows, columns, fp8), FEW_TOKENS)
+    parts = _tile_by_rule(1, rows, columns, fp8).parts if not known else 1 if tile is None else tile.parts
+    return cdiv(columns, segment_columns(columns, parts))
+
+
+def segment_columns(columns: int, segments: int) -> int:
+    """The columns of a segment, a multiple of every tile's."""
+    return cdiv(cdiv(columns, 128), segments) * 128
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,11 +149,11 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
     return Tile(128, 16, across, 4, 3, sort=sort)
 
 
-def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:
+def linear_parts(tokens: int, rows: int, columns: int, fp8: bool, batch_invariant: bool = False) -> int:
     """The parts of a linear layer on CUDA."""
-    tile = linear_tile(tokens, rows, columns, fp8)
-    if tile is None:
-        return 1
+    tile = linear_tile(tokens, rows, columns, fp8, batch_invariant)
+    if tile is None or batch_invariant:
+        return 1 if tile is None else tile.parts
     # Every part has columns, the last one too.
     steps = cdiv(columns, tile.columns)
     return cdiv(steps, cdiv(steps, tile.parts))

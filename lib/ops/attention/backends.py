@@ -16,6 +16,7 @@ from weft.ops.attention import flashinfer
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import FLOATS, operator
+from weft.settings import is_batch_invariant
 from weft.torchapi.private import storage_id
 from weft.trees import OF_THIS_PROCESS
 
@@ -63,7 +64,8 @@ class AttentionBackend:
         head_dims, page_sizes: those that it has kernels for; empty: any.
         kv_dtypes: those of pages that it reads besides that of q.
         windows: whether it attends to a window; False: `window` is always 0.
-        batch_invariant: whether a request's result depends on that request alone, bit for bit.
+        batch_invariant: whether, in `weft.batch_invariant()`, a token's result depends on the token and its context
+            alone, bit for bit. Others are refused by models with `batch_invariant=True`.
         missing: what a device lacks to run it, in words: a package, or a newer GPU. Empty: nothing.
 
     Raises:
@@ -103,12 +105,14 @@ class AttentionBackend:
         head_dim: int,
         window: int,
         kv_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """Raise unless it can run a model of these.
 
         Raises:
             DeviceError: it does not run on the device, or lacks something there.
-            ProgramError: it has no kernels for the dtype, the size of the heads, a window, or the dtype of the cache.
+            ProgramError: it has no kernels for the dtype, the size of the heads, a window, or the dtype of the cache,
+                or it is not batch invariant and has to be.
         """
         names = (name for name, one in BACKENDS.items() if one is not self and device.type in one.devices)
         instead = f"another back end: attention='auto', or one of {', '.join(names)}"
@@ -126,6 +130,12 @@ class AttentionBackend:
             seen = f"which has no windows, for a model with a window of {window}"
         elif kv_dtype not in (None, dtype, *self.kv_dtypes):
             seen = f"which reads no cache in {kv_dtype}"
+        elif batch_invariant and not self.batch_invariant:
+            seen = "which is not batch invariant"
+            capable = (n for n, one in BACKENDS.items() if one.batch_invariant and device.type in one.devices)
+            instead = (
+                f"another back end: attention='auto', or {' or '.join(capable)}; or leave out batch_invariant=True"
+            )
         if seen:
             raise ProgramError(call, f"attention back end {self.name!r}, {seen}", instead)
 
@@ -242,7 +252,7 @@ def _in_torch(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
 
 _FP8 = (torch.float8_e4m3fn,)
 REFERENCE = AttentionBackend("reference", _by_operator, devices=("cpu",), kv_dtypes=_FP8, batch_invariant=True)
-TRITON = AttentionBackend("triton", _by_operator, devices=("cuda",), kv_dtypes=_FP8)
+TRITON = AttentionBackend("triton", _by_operator, devices=("cuda",), kv_dtypes=_FP8, batch_invariant=True)
 TORCH = AttentionBackend("torch", _in_torch, kv_dtypes=_FP8)
 FLASHINFER = AttentionBackend(
     "flashinfer",
@@ -273,7 +283,7 @@ def faster_than_own(q: Tensor, kv_pages: Tensor, num_reqs: int, window: int) -> 
     3.6 ms a step, which shorter prompts do not bring back. It is slower where many decodes share the step. Our kernel
     takes 0.5 to 1.03 times as long as XQA for decodes alone (`python -m weft.proofs.bench.attention`).
     """
-    if not q.is_cuda or window or kv_pages.dtype != q.dtype:
+    if not q.is_cuda or window or kv_pages.dtype != q.dtype or is_batch_invariant():
         return None
     if len(q) <= _LONG_STEP or len(q) < _LONG_PROMPT * num_reqs:
         return None

@@ -12,7 +12,7 @@ Import this module only where triton is installed.
 import triton
 import triton.language as tl
 
-from weft.ops.attention.output_triton import store_heads
+from weft.ops.attention.output_triton import merge, store_heads
 from weft.ops.kernel_triton import release
 
 
@@ -44,9 +44,16 @@ def attend_block(
     WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):
     """`attend_kernel` for a block of a request's queries; `own` is the request, its first token, the number of its
-    tokens in this step, and that of its context."""
+    tokens in this step, and that of its context.
+
+    With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each segment by itself, and
+    then merged in order, in this program or, from `shares`, in `combine_kernel`. So the order of a query's sums depends
+    on its position alone.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request, start, query_len, seq_len = own
     row = tl.arange(0, ROWS)
@@ -61,7 +68,7 @@ def attend_block(
     if WINDOW:  # the tile of the first key that any of them sees
         oldest = tl.min(tl.where(live, position, seq_len), axis=0) - WINDOW + 1
         first = tl.maximum(oldest, 0) // KEYS * KEYS
-    lo, hi = _share(first, tl.max(position, axis=0) + 1, KEYS, SPLITS)
+    end = tl.max(position, axis=0) + 1
 
     head = tl.program_id(1) * GROUP + row % GROUP
     dim = tl.arange(0, DIMS)
@@ -74,11 +81,57 @@ def attend_block(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
+    cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
+    if SEGMENT:
+        own_first = first // SEGMENT
+        own_segments = tl.cdiv(tl.cdiv(end, SEGMENT) - own_first, SPLITS)
+        own_first += tl.program_id(2) * own_segments
+        for segment in range(own_first, tl.minimum(own_first + own_segments, tl.cdiv(end, SEGMENT))):
+            m_own, s_own, acc_own = _attend_range(
+                queries, position, live, kv_pages, values, table, tl.maximum(segment * SEGMENT, first),
+                tl.minimum((segment + 1) * SEGMENT, end), end, scale,
+                KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, True,  # one loop for all tiles: one order of sums
+            )  # fmt: skip
+            if SPLITS == 1:
+                m, s, acc = merge(m, s, acc, m_own, s_own, acc_own)
+            else:
+                cell = (token * HEADS + head) * SEGMENTS + segment
+                tl.store(maxima + cell, m_own, mask=live)
+                tl.store(sums + cell, s_own, mask=live)
+                tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc_own, mask=mask)
+    else:
+        lo, hi = _share(first, end, KEYS, SPLITS)
+        m, s, acc = _attend_range(
+            queries, position, live, kv_pages, values, table, lo, hi, end, scale,
+            KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, ONE_BLOCK,
+        )  # fmt: skip
+
+    release()
+    if SPLITS == 1:
+        acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
+        store_heads(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
+    elif not SEGMENT:
+        tl.store(maxima + cell, m, mask=live)
+        tl.store(sums + cell, s, mask=live)
+        tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _attend_range(
+    queries, position, live, kv_pages, values, table, lo, hi, end, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DIMS: tl.constexpr, WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` of the positions lo:hi, of a block whose
+    last query is at `end - 1`."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
     if not ONE_BLOCK:  # tiles that all queries see whole need no mask
-        seen = tl.maximum(tl.min(tl.where(live, position, hi - 1), axis=0) + 1, lo)
+        seen = tl.minimum(tl.maximum(tl.min(tl.where(live, position, end - 1), axis=0) + 1, lo), hi)
         whole = lo + (seen - lo) // KEYS * KEYS
         if WINDOW:
-            edge = tl.minimum(lo + tl.cdiv(tl.maximum(hi - WINDOW - lo, 0), KEYS) * KEYS, whole)
+            edge = tl.minimum(lo + tl.cdiv(tl.maximum(end - WINDOW - lo, 0), KEYS) * KEYS, whole)
             m, s, acc = _attend_tiles(
                 m, s, acc, queries, position, kv_pages, values, table, lo, edge, scale,
                 KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
@@ -89,20 +142,10 @@ def attend_block(
             KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, False,
         )  # fmt: skip
         lo = whole
-    m, s, acc = _attend_tiles(
+    return _attend_tiles(
         m, s, acc, queries, position, kv_pages, values, table, lo, hi, scale,
         KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
     )  # fmt: skip
-
-    release()
-    cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
-    if SPLITS == 1:
-        acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
-        store_heads(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
-    else:
-        tl.store(maxima + cell, m, mask=live)
-        tl.store(sums + cell, s, mask=live)
-        tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc, mask=mask)
 
 
 @triton.jit

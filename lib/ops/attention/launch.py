@@ -12,6 +12,13 @@ _MAX_SPLITS = 64
 # The most rows of a program, with heads of 128 in 16 bits, and its keys of a tile, warps and tiles in flight.
 _PROMPT_ROWS = 128
 _PROMPT_TILE = 64, 4, 2
+_FIXED_TILE = 64, 4, 2
+
+
+SEGMENT = 512
+"""The positions that a batch-invariant launch attends to at a time."""
+_FIXED_ROWS = 64
+"""The rows of its programs: tensor cores add up 16 rows in another order than 64."""
 
 
 @attrs.frozen
@@ -28,6 +35,7 @@ class Launch:
         splits: shares of the context, a power of two.
         warps: of a program.
         stages: tiles in flight.
+        segments: of the largest context, each of `SEGMENT` positions; 0: the context is attended to as a whole.
     """
 
     rows: int
@@ -39,6 +47,7 @@ class Launch:
     splits: int
     warps: int
     stages: int
+    segments: int = 0
 
 
 @functools.lru_cache(maxsize=1024)  # a call takes some 10 µs, and an eager step makes one a layer
@@ -53,13 +62,14 @@ def plan_launch(
     itemsize: int,
     kv_itemsize: int,
     processors: int,
+    batch_invariant: bool = False,
 ) -> Launch:
     """The launch for these shapes; `max_context` is the capacity of a block table's row, in tokens, and the sizes are
     the bytes of a number of the queries and of the pages."""
     dims = max(16, power_of_two(head_dim))
     # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB of shared memory.
     most_rows = max(16, min(_PROMPT_ROWS, _PROMPT_ROWS * 256 // (dims * itemsize)))
-    rows = min(max(16, power_of_two(max_query_len * group)), most_rows)
+    rows = _FIXED_ROWS if batch_invariant else min(max(16, power_of_two(max_query_len * group)), most_rows)
     rows = max(rows, power_of_two(group))
     queries = rows // group
     one_block = max_query_len <= queries
@@ -67,11 +77,14 @@ def plan_launch(
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
     waves = num_reqs * kv_heads // processors if one_block else 0
     keys, warps, stages = _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
+    if batch_invariant:
+        keys, warps, stages = _FIXED_TILE
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
-    splits = _splits(num_reqs * kv_heads, -(-max_context // keys), processors) if one_block else 1
+    segments = -(-max_context // SEGMENT) if batch_invariant else 0
+    splits = _splits(num_reqs * kv_heads, segments or -(-max_context // keys), processors) if one_block else 1
     # The tiles in flight fit in shared memory; only a very wide head has a larger tile.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
-    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages)
+    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages, segments)
 
 
 def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:

@@ -37,6 +37,17 @@ def store_heads(x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.conste
         tl.store(at, x.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def merge(m, s, acc, m_more, s_more, acc_more):
+    """The maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` of two shares of a context, always in the same
+    operations, so that it does not matter which kernel merges them."""
+    top = tl.maximum(m, m_more)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    left, right = tl.exp2(m - base), tl.exp2(m_more - base)
+    acc = tl.fma(acc_more, tl.broadcast_to(right[:, None], acc.shape), acc * left[:, None])
+    return top, tl.fma(s_more, right, s * left), acc
+
+
 @kernel(do_not_specialize=["num_tokens"])
 def combine_kernel(
     shares,
@@ -53,8 +64,13 @@ def combine_kernel(
     SPLITS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     TYPE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum."""
+    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum.
+
+    With SEGMENT > 0 a share is so many positions, and they are merged one after the other.
+    """
     begin()
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
@@ -70,13 +86,24 @@ def combine_kernel(
     cell = token * heads + head + tl.arange(0, 1)
     result = tl.zeros([1, DIMS], tl.float32)
     if live:
-        part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
-        m = tl.load(maxima + part)
-        base = tl.max(m, axis=0)
-        weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
-        total = tl.sum(weight * tl.load(sums + part), axis=0)
-        mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
-        share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
-        result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
+        if SEGMENT > 0:
+            position = tl.load(seq_lens + request) - tl.load(query_start_loc + request + 1) + token
+            oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
+            m = tl.full([1], float("-inf"), tl.float32)
+            total = tl.zeros([1], tl.float32)
+            for segment in range(oldest // SEGMENT, position // SEGMENT + 1):
+                part = cell * SPLITS + segment
+                share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+                m, total, result = merge(m, total, result, tl.load(maxima + part), tl.load(sums + part), share)
+            result = result / tl.where(total == 0, 1.0, total)[:, None]
+        else:
+            part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
+            m = tl.load(maxima + part)
+            base = tl.max(m, axis=0)
+            weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
+            total = tl.sum(weight * tl.load(sums + part), axis=0)
+            mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
+            share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+            result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
     if inside:
         store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)

@@ -42,6 +42,7 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *whe
     fake=lambda q: torch.empty_like(q, memory_format=torch.contiguous_format),
     functional=attend,
     check=_check,
+    returns_written=False,
 )
 def paged_attention(
     q: Tensor,
@@ -55,6 +56,7 @@ def paged_attention(
     max_query_len: int,
     scale: float,
     window: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Write `k` and `v` into `kv_pages` in place, then attend, causally, to each request's pages.
 
@@ -71,8 +73,8 @@ def paged_attention(
     All writes come before all reads, so a request may read what another one writes in this call. Two tokens must not
     write to one slot.
 
-    The operator is `weft::paged_attention`. The CPU implementation is batch invariant: it attends one request after
-    another, so that a result does not depend on the rest of the batch.
+    The operator is `weft::paged_attention`. The CPU implementation attends one request after another, so that a result
+    does not depend on the rest of the batch; in `weft.batch_invariant()` one query after another.
 
     Args:
         q: `[T, H, D]`, float32, bfloat16 or float16. Sums are in float32.
@@ -117,7 +119,16 @@ def paged_attention(
         _write(k, v, kv_pages, slot_mapping, live)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for span in spans:
-        _attend(q, kv_pages, block_table[span.request], span.trimmed(slots), scale, window, out)
+        _attend(
+            q,
+            kv_pages,
+            block_table[span.request],
+            span.trimmed(slots),
+            scale,
+            window,
+            out,
+            1 if batch_invariant else _QUERY_BLOCK,
+        )
     if len(live) != len(slots):
         out[slot_mapping < 0] = 0
     return out
@@ -154,9 +165,10 @@ def _functional_quantized(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     functional=_functional_quantized,
     no_derivative=ROUNDED,
 )
-def _paged_attention_quantized(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+def _paged_attention_quantized(q: Tensor, *where: Any, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """The operator of `paged_attention_quantized`."""
-    return reference_quantize(paged_attention.reference(q, *where).flatten(1))
+    reference: Any = paged_attention.reference
+    return reference_quantize(reference(q, *where, batch_invariant=batch_invariant).flatten(1))
 
 
 @attrs.frozen
@@ -204,15 +216,24 @@ def _write(k: Tensor, v: Tensor, kv_pages: Tensor, slot_mapping: Tensor, tokens:
         write_rows(rows, slot_mapping, pages)
 
 
-def _attend(q: Tensor, kv_pages: Tensor, pages: Tensor, span: _Span, scale: float, window: int, out: Tensor) -> None:
+def _attend(
+    q: Tensor,
+    kv_pages: Tensor,
+    pages: Tensor,
+    span: _Span,
+    scale: float,
+    window: int,
+    out: Tensor,
+    block: int,
+) -> None:
     """Fill the span's rows of `out` by softmax attention in float32, a block of queries at a time.
 
     The request alone determines the shapes below, and everything is in new memory (scaling copies q, indexing copies
     the pages). So alignment, on which the matrix products may depend, is the same in every batch.
     """
     page_size, kv_heads = kv_pages.shape[2:4]
-    for start in range(span.start, span.end, _QUERY_BLOCK):
-        end = min(start + _QUERY_BLOCK, span.end)
+    for start in range(span.start, span.end, block):
+        end = min(start + block, span.end)
         length = span.past + end - span.start
         history = kv_pages.index_select(1, pages[: -(-length // page_size)]).flatten(1, 2)[:, :length].float()
         keys, values = history.transpose(1, 2)

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.attention.block_triton import attend_block
-from weft.ops.attention.launch import plan_launch
+from weft.ops.attention.launch import SEGMENT, plan_launch
 from weft.ops.attention.output_triton import combine_kernel, zero_tokens
 from weft.ops.blocks_triton import TRITON_DTYPES, clamp_to_fp8
 from weft.ops.fp8 import empty_quantized
@@ -120,6 +120,8 @@ def attend_kernel(
     ONE_BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):
     """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
 
@@ -145,31 +147,35 @@ def attend_kernel(
     block = 0 if ONE_BLOCK else index - start // QUERIES - request
 
     own = request, start, query_len, seq_len
-    FEW: tl.constexpr = 0 if ONE_BLOCK else 16 // GROUP
+    FEW: tl.constexpr = 0 if ONE_BLOCK or SEGMENT else 16 // GROUP
     if FEW and query_len <= FEW:  # a decode among prompts
         attend_block(
             q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
             stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, SPLITS, WINDOW,
-            ONE_BLOCK, QUANTIZE,
+            ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
         )  # fmt: skip
     else:
         attend_block(
             q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
             stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SPLITS, WINDOW,
-            ONE_BLOCK, QUANTIZE,
+            ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
         )  # fmt: skip
 
 
-def attend(q: Tensor, *rest: Any) -> Tensor:
+def attend(q: Tensor, *rest: Any, batch_invariant: bool = False) -> Tensor:
     """`weft::paged_attention`."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out if _attend_into(out, None, q, *rest) else out.zero_()
+    return out if _attend_into(out, None, batch_invariant, q, *rest) else out.zero_()
 
 
-def attend_quantized(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def attend_quantized(q: Tensor, *rest: Any, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """`weft::paged_attention.quantized`, for heads of 128."""
     values, scales = empty_quantized(q, q.shape[0], q.shape[1] * q.shape[2])
-    return (values, scales) if _attend_into(values, scales, q, *rest) else quantize(torch.zeros_like(q).flatten(1))
+    return (
+        (values, scales)
+        if _attend_into(values, scales, batch_invariant, q, *rest)
+        else quantize(torch.zeros_like(q).flatten(1))
+    )
 
 
 Where = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -179,6 +185,7 @@ Where = tuple[Tensor, Tensor, Tensor, Tensor]
 def _attend_into(
     out: Tensor,
     scales: Tensor | None,
+    batch_invariant: bool,
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -205,7 +212,7 @@ def _attend_into(
     with torch.cuda.device_of(q):
         if k is not None and v is not None:
             _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
-        _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, window, out, scales)
+        _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, window, out, scales, batch_invariant)
     return True
 
 
@@ -245,16 +252,19 @@ def _launch_attend(
     window: int,
     out: Tensor,
     scales: Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
-    context = min(context, window + max_query_len) if window else context
+    if window and not batch_invariant:  # segments are counted from position 0
+        context = min(context, window + max_query_len)
     shapes = tokens, requests, group, kv_heads, dim, context, max_query_len
-    plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device))
+    plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant)
     split = plan.splits > 1
-    shares = q.new_empty((tokens, heads, plan.splits, dim), dtype=torch.float32) if split else out
-    maxima, sums = q.new_empty((2, tokens, heads, plan.splits), dtype=torch.float32) if split else (out, out)
+    num_shares, segment = plan.segments or plan.splits, SEGMENT if batch_invariant else 0
+    shares = q.new_empty((tokens, heads, num_shares, dim), dtype=torch.float32) if split else out
+    maxima, sums = q.new_empty((2, tokens, heads, num_shares), dtype=torch.float32) if split else (out, out)
     quantized, scales = scales is not None, out if scales is None else scales
     attend_kernel[(plan.blocks, kv_heads, plan.splits)](
         q,
@@ -283,8 +293,12 @@ def _launch_attend(
         ONE_BLOCK=plan.one_block,
         QUANTIZE=quantized and not split,
         BLOCK_R=1 if plan.one_block else _SEARCHED,
+        SEGMENT=segment,
+        SEGMENTS=num_shares,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        # A mask between two operations keeps them from being fused, and so would change the bits.
+        enable_fp_fusion=not batch_invariant,
         **early(q),
     )
     if split:
@@ -300,9 +314,12 @@ def _launch_attend(
             tokens,
             DIM=dim,
             DIMS=plan.dims,
-            SPLITS=plan.splits,
+            SPLITS=num_shares,
             QUANTIZE=quantized,
             TYPE=TRITON_DTYPES[q.dtype],
+            SEGMENT=segment,
+            WINDOW=window if segment else 0,
+            enable_fp_fusion=not batch_invariant,
             **early(q),
         )
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from weft.errors import DescriptorError
 from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
-from weft.ops.gate import gated
+from weft.ops.gate import functional_gated, gated
+from weft.ops.linear import multiply
 from weft.ops.parts import widened
 from weft.ops.register import operator, without_derivative
 
@@ -74,7 +75,7 @@ def functional_run_experts(
     x, out = widened(values), torch.zeros_like(values, dtype=dtype).expand(experts.shape[1], -1, -1)
     for expert in range(gate_up.shape[0]):
         gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)
-        product = widened(gated(gate, up, dtype)) @ widened(down[expert]).T
+        product = widened(functional_gated(gate, up, dtype)) @ widened(down[expert]).T
         chosen = (experts == expert).T[:, :, None]
         out = torch.where(chosen, (product * weights.T[:, :, None]).to(dtype), out)
     return out
@@ -95,6 +96,7 @@ def _run_experts(
     weights: Tensor,
     experts: Tensor,
     dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """The operator of `run_experts`."""
     x = values.float() if scales is None else dequantize(Quantized(values, scales))
@@ -102,10 +104,11 @@ def _run_experts(
     for expert in experts.unique().tolist():
         tokens, slots = (experts == expert).nonzero(as_tuple=True)
         first = _wide(gate_up, gate_up_scale, expert)
-        gate, up = (x[tokens] @ first.T).chunk(2, dim=-1)
+        gate, up = multiply(x[tokens], first, None, batch_invariant).chunk(2, dim=-1)
         middle = gated(gate, up, dtype)
         wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
-        out[slots, tokens] = (wide @ _wide(down, down_scale, expert).T * weights[tokens, slots, None]).to(dtype)
+        product = multiply(wide, _wide(down, down_scale, expert), None, batch_invariant)
+        out[slots, tokens] = (product * weights[tokens, slots, None]).to(dtype)
     return out
 
 

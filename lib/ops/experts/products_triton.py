@@ -131,8 +131,9 @@ def run_experts(
     weights: Tensor,
     experts: Tensor,
     dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """`weft::run_experts`."""
+    """`weft::run_experts`, batch invariant in any case: every tile adds up an expert's columns in one order."""
     (tokens, top_k), (num_experts, doubled, hidden) = experts.shape, gate_up.shape
     first = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
     second = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)

@@ -25,18 +25,18 @@ def _choose(
     `scaled` is."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
-    logprobs = widened(logits).log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
+    logprobs = token_logprobs.reference(logits, token_ids[:, None])[:, 0]
     # A subtraction, so that NaN stays NaN.
-    logprobs = logprobs - torch.where(scaled.amax(-1) == -torch.inf, torch.inf, 0.0)
-    # A softmax of -inf alone is NaN, although no logit is.
-    return token_ids, logprobs.masked_fill(logits.detach().amax(-1) == -torch.inf, -torch.inf)
+    return token_ids, logprobs - torch.where(scaled.amax(-1) == -torch.inf, torch.inf, 0.0)
 
 
 @operator(
     kernel="weft.ops.sampling.sample_triton:draw",
     fake=lambda temperature, seeds: (torch.empty_like(seeds), torch.empty_like(temperature)),
 )
-def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, batch_invariant: bool = False
+) -> tuple[Tensor, Tensor]:
     """Draw one token a request: the arg max where the temperature is 0, else from softmax(logits / temperature).
 
     With independent exponentials E_i, the index that maximises l_i / t - log(E_i) is distributed as softmax(l / t): the
@@ -55,6 +55,30 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
         no token can be drawn the logprob is -inf, and the id is some token's.
     """
     return _choose(logits, scale(logits.detach().float(), temperature), temperature, seeds, positions)
+
+
+@operator(
+    kernel="weft.ops.sampling.sample_triton:score",
+    fake=lambda token_ids: torch.empty_like(token_ids, dtype=torch.float32),
+)
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """The logprobs of some tokens under softmax(logits), as `sample` gives the logprob of the token that it draws.
+
+    In `weft.batch_invariant()` the two are equal, bit for bit.
+
+    Args:
+        logits: [n, vocab_size] floating point, computed with in float32.
+        token_ids: [n, count] int64.
+
+    Returns:
+        [n, count] float32; -inf where the token's logit is, or all are.
+
+    >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[0, 3]]))
+    tensor([[-1.3863, -1.3863]])
+    """
+    logprobs = widened(logits).log_softmax(-1).gather(-1, token_ids)
+    # A softmax of -inf alone is NaN, although no logit is.
+    return logprobs.masked_fill((logits.detach().amax(-1) == -torch.inf)[:, None], -torch.inf)
 
 
 def sample_rows(
@@ -122,6 +146,7 @@ def _sample_rows(
     bias: Tensor,
     counts: Tensor,
     token_mask: Tensor | None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The operator of `sample_rows`. Only requests that use a feature are processed."""
     table = SamplingTable(floats, ints, allowed, stops, bias_ids, bias, counts)

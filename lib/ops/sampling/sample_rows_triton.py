@@ -206,12 +206,14 @@ def _process_kernel(
     tl.store(bounds + request, bound.to(tl.float32, bitcast=True))
 
 
-def draw_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+def draw_rows(
+    logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Any, batch_invariant: bool = False
+) -> tuple[Tensor, Tensor]:
     """`weft::sample_rows`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
     temperatures, seeds, processed = process_rows(logits, rows, positions, table, token_mask)
-    return draw(logits, temperatures, seeds, positions, processed)
+    return draw(logits, temperatures, seeds, positions, processed, batch_invariant)
 
 
 def process_rows(

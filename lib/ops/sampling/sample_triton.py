@@ -1,10 +1,12 @@
-"""The CUDA implementation of `weft::sample`, in Triton: two kernels, whose launches depend on shapes alone.
+"""The CUDA implementation of `weft::sample` and `weft::token_logprobs`, in Triton.
+
+Each is two kernels, whose launches depend on shapes alone.
 
 1. `_part_kernel`, one program for a share of one request's vocabulary: a running maximum, the sum of exponentials
    relative to it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best noisy score, relative to the same
    maximum. Each lane keeps its own, and they are combined once, at the end.
 2. `_combine_kernel`, one program a request: the best of its shares, and the logprob of that token; -inf if no share has
-   a score, since then no logit was chosen.
+   a score, since then no logit was chosen. `_score_kernel` does the same for given tokens.
 
 The random bits equal the reference's. Scores differ from it in the last places of float32, so that another token can
 win only if the two best scores are within about 1e-4. Import this module only where triton is installed. If
@@ -27,6 +29,8 @@ from weft.ops.tiles import cdiv, power_of_two
 _BLOCK = 1024
 _PROGRAMS = 1024
 """The number of programs that a launch aims at."""
+_FIXED_SPLITS = 16
+"""The shares of a row, batch invariant."""
 
 FILTERED, ADJUSTED = tl.constexpr(1), tl.constexpr(2)
 """Kinds of requests; 0 is a plain one."""
@@ -150,10 +154,11 @@ def _combine_kernel(
     tl.store(logprobs + row, tl.where(total == 0, float("-inf"), logit - top - tl.log(total)))
 
 
-def plan_splits(num_reqs: int, vocab: int) -> tuple[int, int]:
+def plan_splits(num_reqs: int, vocab: int, batch_invariant: bool = False) -> tuple[int, int]:
     """The number of shares of a row, a power of two, and the columns of each, in whole blocks."""
     blocks = cdiv(vocab, _BLOCK)
-    splits = min(power_of_two(max(1, _PROGRAMS // max(num_reqs, 1))), power_of_two(blocks))
+    wanted = _FIXED_SPLITS if batch_invariant else power_of_two(max(1, _PROGRAMS // max(num_reqs, 1)))
+    splits = min(wanted, power_of_two(blocks))
     return splits, cdiv(blocks, splits) * _BLOCK
 
 
@@ -176,7 +181,12 @@ class Processed:
 
 
 def draw(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, processed: Processed | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    processed: Processed | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`weft::sample`; with `processed`, the last part of `weft::sample_rows`."""
     rows, vocab = logits.shape
@@ -184,7 +194,7 @@ def draw(
     if rows == 0:
         return token_ids, logprobs
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    splits, share = plan_splits(rows, vocab)
+    splits, share = plan_splits(rows, vocab, batch_invariant)
     best, chosen, maxima, sums = torch.empty(4, rows, splits, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
     found = processed or Processed(indices, best, best, best)  # placeholders, which the kernel does not read
@@ -200,3 +210,44 @@ def draw(
         SPLITS=splits, PROCESSED=is_processed, **early(logits),
     )  # fmt: skip
     return token_ids, logprobs
+
+
+@kernel()
+def _score_kernel(
+    logits, token_ids, maxima, sums, logprobs, vocab, stride, count, SPLITS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """The logprobs of a row's tokens, by the maxima and sums of its shares."""
+    begin()
+    row = tl.program_id(0)
+    splits = row * SPLITS + tl.arange(0, SPLITS)
+    tops = tl.load(maxima + splits)
+    top = tl.max(tops, 0)
+    falls = tl.where(tops == top, 0.0, tops - top)
+    total = tl.sum(tl.load(sums + splits) * tl.exp(falls), 0)
+    place = tl.arange(0, COUNT)
+    token = tl.load(token_ids + row.to(tl.int64) * count + place, mask=place < count, other=0)
+    logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=place < count, other=0.0).to(tl.float32)
+    found = tl.where(total == 0, float("-inf"), logit - top - tl.log(total))
+    tl.store(logprobs + row.to(tl.int64) * count + place, found, mask=place < count)
+
+
+def score(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """`weft::token_logprobs`, in the shares of a batch-invariant draw."""
+    (rows, vocab), count = logits.shape, token_ids.shape[1]
+    logprobs = torch.empty_like(token_ids, dtype=torch.float32)
+    if rows == 0 or count == 0:
+        return logprobs
+    logits, token_ids = logits if logits.stride(1) == 1 else logits.contiguous(), token_ids.contiguous()
+    splits, share = plan_splits(rows, vocab, True)
+    best, chosen, maxima, sums = torch.empty(4, rows, splits, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
+    greedy, zeros = torch.zeros(rows, dtype=torch.float32, device=logits.device), torch.zeros_like(token_ids[:, 0])
+    _part_kernel[(rows, splits)](
+        logits, greedy, zeros, zeros, best, indices, chosen, maxima, sums, best, indices, best, best,
+        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=False, num_warps=4, **early(logits),
+    )  # fmt: skip
+    _score_kernel[(rows,)](
+        logits, token_ids, maxima, sums, logprobs, vocab, logits.stride(0), count,
+        SPLITS=splits, COUNT=power_of_two(count), **early(logits),
+    )  # fmt: skip
+    return logprobs

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from weft.donation import refuse_donated
 from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
+from weft.settings import is_batch_invariant
 from weft.torchapi.private import (
     children_of,
     function_modes,
@@ -297,7 +298,8 @@ def _ambient() -> tuple[tuple[str, Any], ...]:
     """The surroundings that a result depends on besides the arguments; a replay needs a capture in the same ones."""
     modes = tuple(_ByIdentity(mode) for mode in function_modes())
     hooks = tuple(_ByIdentity(hook) for hook in saved_tensors_hooks() or ())
-    return (*switches(), ("function modes", modes), ("hooks on saved tensors", hooks))
+    own = ("batch invariant", is_batch_invariant()), ("function modes", modes), ("hooks on saved tensors", hooks)
+    return (*switches(), *own)
 
 
 @attrs.frozen(eq=False)

@@ -68,7 +68,8 @@ class Key:
     """Everything that a capture depends on: calls share a graph if and only if their keys are equal."""
 
     ambient: tuple[Any, ...]
-    """The call's surroundings as (name, value): grad mode, autocast, torch's global switches, function modes."""
+    """The call's surroundings as (name, value): grad mode, autocast, torch's global switches, `weft.batch_invariant()`,
+    function modes."""
     mode: str
     """`full` or `piecewise`."""
     statics: tuple[tuple[str, Any], ...]

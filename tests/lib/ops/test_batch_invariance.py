@@ -1,0 +1,183 @@
+"""L20 of single operators: a token's result is the same bits alone, among any others, and however a prompt is cut."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.ops.attention.paged import paged_attention
+from weft.ops.experts.products import run_experts
+from weft.ops.experts.routing import route
+from weft.ops.fp8 import quantize
+from weft.ops.gate import silu_mul
+from weft.ops.linear import fp8_linear, linear
+from weft.ops.lora import add_lora
+from weft.ops.parts import sum_parts
+from weft.ops.sampling.sample import sample, token_logprobs
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+COUNTS = (1, 2, 5, 16, 17, 40, 64, 65, 128, 129, 300, 700)
+SHAPES = ((1024, 2048), (4096, 1024), (128, 2048), (40, 96), (200, 1000))
+"""Weights for which tiles were measured, and others."""
+
+
+@pytest.fixture(autouse=True)
+def invariant() -> Iterator[None]:
+    torch.manual_seed(0)
+    with weft.batch_invariant():
+        yield
+
+
+def check_counts(run: Callable[[Tensor], Tensor], most: int) -> None:
+    """Raise unless the rows that `run` computes for some tokens of `most` are those that it computes for all."""
+    order = torch.randperm(most)
+    whole = run(order)
+    for count in (one for one in COUNTS if one <= most):
+        start = int(torch.randint(most - count + 1, ()))
+        part = run(order[start : start + count])
+        assert torch.equal(part, whole[start : start + count]), f"{count} of {most} tokens"
+
+
+def few(device: str) -> int:
+    return 700 if device == "cuda" else 130
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, bias = torch.randn(shape, device=device, dtype=dtype), torch.randn(shape[0], device=device, dtype=dtype)
+    x = torch.randn(few(device), shape[1], device=device, dtype=dtype)
+    check_counts(lambda index: sum_parts(linear(x[index.to(device)], weight, bias), dtype), len(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(2048, 4096), (5120, 2048), (100, 300)], ids=str)
+def test_linear_in_fp8(device: str, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), device=device)
+    x = torch.randn(few(device), shape[1], device=device, dtype=torch.bfloat16)
+
+    def run(index: Tensor) -> Tensor:
+        return sum_parts(fp8_linear(quantize(x[index.to(device)]), weight, scale, dtype=x.dtype), x.dtype)
+
+    check_counts(run, len(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gate(device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(few(device), 2 * 37, device=device, dtype=dtype)
+    check_counts(lambda index: silu_mul(x[index.to(device)], dtype), len(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adapters(device: str) -> None:
+    dtype, columns, rows = torch.bfloat16, 192, 96
+    x, weight = (
+        torch.randn(few(device), columns, device=device, dtype=dtype),
+        torch.randn(rows, columns).to(device, dtype),
+    )
+    a, b = torch.randn(3, 1, 8, columns).to(device, dtype), torch.randn(3, rows, 8).to(device, dtype)
+    slots = torch.randint(-1, 3, (len(x),), dtype=torch.int32).to(device)
+
+    def run(index: Tensor) -> Tensor:
+        own = slots[index.to(device)]
+        active, given = own.unique(), x[index.to(device)]
+        return add_lora(linear(given, weight), given, a, b, own, active, [0, rows])
+
+    check_counts(run, len(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("sizes", [(128, 256, 256, 8), (6, 128, 128, 2)], ids=str)
+def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> None:
+    num_experts, hidden, inner, top_k = sizes
+    x = torch.randn(few(device), hidden, device=device, dtype=torch.bfloat16)
+    gate_up, down = torch.randn(num_experts, 2 * inner, hidden), torch.randn(num_experts, hidden, inner)
+    kind = torch.float8_e4m3fn if fp8 else x.dtype
+    gate_up, down = gate_up.to(device, kind), down.to(device, kind)
+    blocks = hidden // 128, inner // 128
+    scales = torch.rand(num_experts, 2 * blocks[1], blocks[0]), torch.rand(num_experts, *blocks)
+    own = {"gate_up_scale": scales[0].to(device), "down_scale": scales[1].to(device)} if fp8 else {}
+    router = torch.randn(num_experts, hidden, device=device, dtype=x.dtype)
+
+    def run(index: Tensor) -> Tensor:
+        given = x[index.to(device)]
+        weights, experts = route(linear(given, router), top_k, True, x.dtype)
+        made = run_experts(quantize(given) if fp8 else given, gate_up, down, weights, experts, dtype=x.dtype, **own)
+        return sum_parts(made, x.dtype)
+
+    check_counts(run, len(x))
+
+
+PAGE = 16
+
+
+class Context:
+    """Requests with their keys and values in pages, whose attention is asked for in pieces."""
+
+    def __init__(self, device: str, dtype: torch.dtype, kv_dtype: torch.dtype, lengths: list[int], window: int) -> None:
+        self.device, self.lengths, self.window = device, lengths, window
+        most = -(-max(lengths) // PAGE)
+        self.table = torch.randperm(len(lengths) * most, dtype=torch.int32).view(len(lengths), most).to(device)
+        self.pages = torch.randn(2, len(lengths) * most, PAGE, 2, 64).to(device, kv_dtype)
+        self.q = [torch.randn(length, 8, 64, device=device, dtype=dtype) for length in lengths]
+
+    def attend(self, pieces: list[tuple[int, int, int]], uniform: int = 0) -> list[Tensor]:
+        """The results of some queries start:end of some requests, in one call."""
+        q = torch.cat([self.q[request][start:end] for request, start, end in pieces])
+        counts = torch.tensor([0, *(end - start for _, start, end in pieces)])
+        requests = torch.tensor([request for request, *_ in pieces], device=self.device)
+        slots = torch.zeros(len(q), dtype=torch.int64, device=self.device)
+        lengths = torch.tensor([end for *_, end in pieces], dtype=torch.int32, device=self.device)
+        starts = counts.cumsum(0).to(self.device, torch.int32)
+        args = slots, self.table[requests], starts, lengths, uniform or len(q), 0.125, self.window
+        return list(paged_attention(q, None, None, self.pages, *args).split(counts[1:].tolist()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)]
+)
+def test_attention(device: str, window: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    lengths = [1500, 1100, 513, 512, 300, 64, 40, 1] if device == "cuda" else [90, 33, 16, 1]
+    context = Context(device, *dtypes, lengths, window)
+    whole = context.attend([(request, 0, length) for request, length in enumerate(lengths)])
+    last = [(request, length - 1, length) for request, length in enumerate(lengths)]
+    for request, (_, start, end) in enumerate(last):
+        alone = context.attend([last[request]], uniform=1)[0]
+        assert torch.equal(alone, whole[request][start:end]), f"request {request} of {end} tokens, alone"
+    for copies in (1, 3, 40):
+        together = context.attend(last * copies, uniform=1)
+        for request, own in enumerate(together):
+            assert torch.equal(own, whole[request % len(last)][-1:]), f"decodes, {copies} of each"
+    drafts = [(request, max(length - 4, 0), length) for request, length in enumerate(lengths) if length > 4]
+    for (request, start, end), own in zip(drafts, context.attend(drafts, uniform=4), strict=True):
+        assert torch.equal(own, whole[request][start:end]), f"request {request}, four queries"
+    for chunk in (7, 100, 511):
+        for start in range(0, lengths[0], chunk):
+            end = min(start + chunk, lengths[0])
+            chunked, *_ = context.attend([(0, start, end), *last[1:]])
+            assert torch.equal(chunked, whole[0][start:end]), f"{start}:{end}, in chunks of {chunk}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [11, 5000, 151_936])
+def test_draws_and_logprobs(device: str, vocab: int) -> None:
+    logits = torch.randn(few(device), vocab, device=device).mul(3).to(torch.bfloat16)
+    seeds, positions = torch.arange(len(logits), device=device), torch.arange(len(logits), device=device) * 3
+    temperature = torch.linspace(0, 1.5, len(logits), device=device)
+
+    def run(index: Tensor) -> Tensor:
+        own = index.to(device)
+        ids, logprobs = sample(logits[own], temperature[own], seeds[own], positions[own])
+        assert torch.equal(token_logprobs(logits[own], ids[:, None])[:, 0], logprobs), "drawn and scored"
+        return torch.stack((ids.double(), logprobs.double()), 1)
+
+    check_counts(run, len(logits))
