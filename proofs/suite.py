@@ -16,7 +16,7 @@ from weft.proofs.laws.engine.versions import HOW
 from weft.proofs.strategies.engine.agreement import conversations
 from weft.proofs.strategies.engine.attention import other_attentions
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engine.engines import loads, small_model
+from weft.proofs.strategies.engine.engines import INVARIANT_MODELS, loads, small_model
 from weft.proofs.strategies.engine.odd import odd_loads
 from weft.proofs.strategies.engine.own_stages import own_stages, patched_stages, request_extras, token_patches
 from weft.transforms.graphs.ladder import MODES
@@ -238,6 +238,11 @@ def _on_run_ahead(data: st.DataObject, device: str) -> None:
     laws.run_ahead_is_none(data.draw(loads(("none", "full"))))
 
 
+def _same_bits(data: st.DataObject, device: str) -> None:
+    kind = data.draw(st.sampled_from(tuple(INVARIANT_MODELS)))
+    laws.bits_are_of_the_request(data.draw(loads(adapters="FP8" not in kind)), kind, device)
+
+
 def _in_turn(data: st.DataObject, device: str) -> None:
     laws.served_in_turn(data.draw(strategies.traces(max_layers=1)))
 
@@ -324,6 +329,7 @@ LAWS = (
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
+    Law("L20", "bits are of the request alone", _same_bits, weight=0.5),
     Law("L21", "own stages serve as alone", _own_stages, weight=0.5),
     Law("L21", "own stages serve as alone, with inputs of tokens", _patched, weight=0.5),
     Law("L21", "own stages serve as alone, with another attention", _attended, weight=0.5),

@@ -145,6 +145,7 @@ class Model:
         prefix_caching: str | None = None,
         attend: Attend | AttentionBackend | None = None,
         beside: Mapping[str, "Model"] | None = None,
+        batch_invariant: bool = False,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
@@ -175,6 +176,8 @@ class Model:
                 cache has, which need not be computed, and so are neither captured nor carried through
                 (`weft.stages.StageFunctions`). None: the model's own; requests of one with captures or carries share no
                 prefixes.
+            batch_invariant: run in `weft.batch_invariant()`, as `weft.load` with the same argument does. Functions of
+                your own may have to be written for it.
 
         Raises:
             ProgramError: one of them is not a function, the model has no such layer, or captures or carries lack tokens
@@ -195,11 +198,12 @@ class Model:
         tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
         tensors |= {"token_extras": token_extras or {}, "beside": beside or {}}
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
+        new = attrs.evolve(new, batch_invariant=batch_invariant)
         check_functions(call, new, self.config.num_layers)
-        if isinstance(attend, AttentionBackend):
-            own = self.functions
-            check_backend(attend, self.config, self.device, self.dtype, self.kv_dtype, own.batch_invariant, call=call)
         functions = updated(self.functions, new)
+        if isinstance(functions.attend, AttentionBackend):
+            own = self.config, self.device, self.dtype, self.kv_dtype, functions.batch_invariant
+            check_backend(functions.attend, *own, call=call)
         check_functions(call, functions, self.config.num_layers)
         self._check_beside(call, functions.beside)
         check_together(call, functions)

@@ -46,9 +46,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bo
     that neither the number of tokens nor their alignment chooses its order of sums."""
     if not batch_invariant:
         return F.linear(x, weight, bias)
-    missing = -len(x) % _BLOCK_TOKENS
+    rows, missing = len(weight), -len(x) % _BLOCK_TOKENS
+    if rows < _BLOCK_TOKENS:  # a product with one row would be that of a matrix and a vector
+        weight = F.pad(weight, (0, 0, 0, _BLOCK_TOKENS - rows))
+        bias = None if bias is None else F.pad(bias, (0, _BLOCK_TOKENS - rows))
     blocks = F.pad(x, (0, 0, 0, missing)).split(_BLOCK_TOKENS) if len(x) else (x,)
-    return torch.cat([F.linear(block.clone(), weight, bias) for block in blocks])[: len(x)]
+    return torch.cat([F.linear(block.clone(), weight, bias) for block in blocks])[: len(x), :rows].contiguous()
 
 
 def fp8_linear(

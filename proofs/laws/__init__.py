@@ -14,6 +14,7 @@ from weft.proofs.laws.dispatch import (
     own_classes_are_dispatched,
 )
 from weft.proofs.laws.engine.agreement import differences_are_refused
+from weft.proofs.laws.engine.bits import bits_are_of_the_request
 from weft.proofs.laws.engine.completions import engine_serves_as_alone, run_ahead_is_none
 from weft.proofs.laws.engine.fairness import served_in_turn
 from weft.proofs.laws.engine.faults import faults_end_their_own_request
@@ -60,6 +61,7 @@ __all__ = [
     "WAYS",
     "LawViolation",
     "assert_equal",
+    "bits_are_of_the_request",
     "borrowed_results_are_right",
     "broken_programs_are_refused",
     "capture_leaves_no_trace",

@@ -6,6 +6,7 @@ wrong results. `python -m weft.proofs.mutants --out FOLDER` records which law ca
 
 from weft.proofs.mutants.agreement import AGREEMENT
 from weft.proofs.mutants.attention import ATTENTION
+from weft.proofs.mutants.bits import BITS
 from weft.proofs.mutants.captures import CAPTURES
 from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
@@ -22,6 +23,7 @@ __all__ = ["MUTANTS", "Mutant"]
 _ALL = (
     *AGREEMENT,
     *ATTENTION,
+    *BITS,
     *CAPTURES,
     *DERIVATIVES,
     *DRAFTS,

@@ -177,12 +177,14 @@ def open_model(options: RunOptions, here: Here) -> Model:
 
 
 def _with_stages(options: RunOptions, model: Model) -> Model:
-    """The model with the attention of `--attention`, as the function that `--stages` names returns it."""
+    """The model with the attention of `--attention`, and batch invariant with `--batch-invariant`, as the function that `--stages` names returns it."""
     if options.attention != "auto":
         with options.about(f"--attention {options.attention}", WeftError):
-            own = model.config, model.device, model.dtype, model.kv_dtype
+            own = model.config, model.device, model.dtype, model.kv_dtype, options.batch_invariant
             chosen = pick_attention(options.attention, *own, call="")
             model = model if chosen is None else model.with_stages(attend=chosen)
+    if options.batch_invariant:
+        model = model.with_stages(batch_invariant=True)
     if options.stages is None:
         return model
     flag, (module, _, name) = f"--stages {options.stages}", options.stages.partition(":")

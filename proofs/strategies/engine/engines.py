@@ -4,6 +4,7 @@ import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -14,11 +15,11 @@ from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
-from weft.stages.config import parse_config
+from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layer_fields import adaptable
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
-from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.random_weights import random_adapter, random_model, random_params
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.graphs.ladder import MODES
@@ -51,10 +52,54 @@ def small_model(seed: int = 0) -> Model:
 
 
 @functools.cache
+def invariant_model(kind: str) -> Model:
+    """A batch-invariant model of three layers, one of `INVARIANT_MODELS`, wide enough for sums to have several orders."""
+    config = parse_config(
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+            **INVARIANT_MODELS[kind],
+        },
+        source=f"a model of {kind}",
+    )
+    dtype = torch.bfloat16 if config.fp8 is not None else torch.float32
+    model = random_model(config, seed=0, device="cpu", dtype=dtype, name=kind)
+    return model.with_stages(batch_invariant=True)
+
+
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
+_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
+INVARIANT_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "Llama with a scaled rope": {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "Qwen2 with biases": {"architectures": ["Qwen2ForCausalLM"]},
+    "Mistral with a window": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "experts": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS},
+    "FP8": {"architectures": ["Qwen3ForCausalLM"], **_FP8},
+    "experts in FP8": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS, **_FP8},
+}
+"""The fields of the batch-invariant models' configurations, by kind."""
+
+
+@functools.cache
 def small_adapters() -> dict[str, Adapter]:
-    """Two adapters for that model: one for attention alone, one for all layers that can have one."""
-    config = small_model().config
-    names = [name for layer in range(3) for name in adaptable(config, layer)]
+    """Two adapters for the small model."""
+    return adapters_of(small_model().config)
+
+
+def adapters_of(config: ModelConfig) -> dict[str, Adapter]:
+    """Two adapters for a model: one for attention alone, one for all layers that can have one."""
+    names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
     parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
     return {
         name: random_adapter(config, own, rank=1 + seed, seed=seed, std=0.5)
@@ -129,7 +174,7 @@ class Load:
             run_ahead=self.run_ahead if run_ahead is None else run_ahead,
             num_logprobs=1,
             seed=0,
-            adapters=small_adapters() if any(call.adapter for call in self.calls) else None,
+            adapters=adapters_of(model.config) if any(call.adapter for call in self.calls) else None,
             speculation=None if self.drafts is None else small_speculation(self.drafts, model.device),
         )
 
