@@ -162,13 +162,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=int, default=1, metavar="N", help="divide the lengths of the workloads by it")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)")
     parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
+    parser.add_argument("--batch-invariant", action="store_true", help="with the same bits in any batch")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if given.check and {*given.modes} == {"none"}:
         parser.error("--modes none leaves nothing for --check to compare: name another mode")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
-    options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
+    options = Bench(preset=given.preset, pp=given.pp, transport=given.transport, batch_invariant=given.batch_invariant)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
     plan = Plan(given.modes, given.workloads, given.requests, lengths, given.repeats, given.check)
     rows = in_ranks(run, options, options, plan)
@@ -179,13 +180,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
     if given.out is not None:
         source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport}
+        source["batch_invariant"] = given.batch_invariant
         record = {
             **source,
             "plan": attrs.asdict(plan),
             "rows": rows,
             "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
         }
-        name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}.json"
+        name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}"
+        name += "-batch-invariant.json" if given.batch_invariant else ".json"
         (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(any(row["equal"] != row["prompts"] for row in compared_rows))
 

@@ -12,7 +12,7 @@ from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 
 _BITS = find("L20")
-_ATTEND = paged._attend
+_ATTEND: Any = paged._attend
 
 
 def _by_the_number_of_tokens(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:

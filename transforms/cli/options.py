@@ -199,9 +199,7 @@ class RunOptions(ModelOptions):
     dtype: str | None = _how("dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES)
     kv_dtype: str | None = _how("dtype of the KV cache, if another: half the memory, rounded", KV_DTYPES)
     attention: str = _how("implementation of attention; auto: the fastest that was measured", ATTENTION, "auto")
-    batch_invariant: bool = _how(
-        "a request's tokens and logprobs are the same bits in any batch; slower", SWITCH, False
-    )
+    batch_invariant: bool = _how("a request's tokens and logprobs are the same bits in any batch", SWITCH, False)
 
 
 @attrs.frozen(kw_only=True)

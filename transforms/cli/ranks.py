@@ -177,7 +177,8 @@ def open_model(options: RunOptions, here: Here) -> Model:
 
 
 def _with_stages(options: RunOptions, model: Model) -> Model:
-    """The model with the attention of `--attention`, and batch invariant with `--batch-invariant`, as the function that `--stages` names returns it."""
+    """The model with the attention of `--attention` and with `--batch-invariant`, as the function that `--stages` names
+    returns it."""
     if options.attention != "auto":
         with options.about(f"--attention {options.attention}", WeftError):
             own = model.config, model.device, model.dtype, model.kv_dtype, options.batch_invariant

@@ -22,7 +22,7 @@ _FIELDS = "token_ids", "logprobs", "top_logprobs", "ranks", "prompt_logprobs", "
 
 
 def bits_are_of_the_request(load: Load, kind: str, device: str = "cpu") -> None:
-    """L20: in any batch, order, chunks, mode and split, after preemption, with drafts and with pages that others wrote, a
+    """L20: in any batch, order, chunks, mode and split, after preemption, with drafts, and with pages of others, a
     completion has the tokens and the logprobs of a run by itself, eagerly, on one stage, bit for bit. (An aborted one
     has the first of them.) They are also those of one pass over prompt and completion.
 
@@ -41,9 +41,9 @@ def bits_are_of_the_request(load: Load, kind: str, device: str = "cpu") -> None:
             kind, device, call, attrs.evolve(call.sampling, seed=seed, n=1), call.prompt, call.max_tokens
         )
         for field in _FIELDS:
-            found, own = getattr(track, field), getattr(expected, field)
-            if found != (own[: len(found)] if track.reason == "abort" else own):
-                seen = f"{found}, and alone {own}"
+            found, wanted = getattr(track, field), getattr(expected, field)
+            if found != (wanted[: len(found)] if track.reason == "abort" else wanted):
+                seen = f"{found}, and alone {wanted}"
                 raise LawViolation(f"{_LAW}: {field} of completion {sample} of call {index}, of {kind}, are {seen}")
         _forced(kind, device, call, expected, f"completion {sample} of call {index}, of {kind}")
 

@@ -53,7 +53,7 @@ def small_model(seed: int = 0) -> Model:
 
 @functools.cache
 def invariant_model(kind: str) -> Model:
-    """A batch-invariant model of three layers, one of `INVARIANT_MODELS`, wide enough for sums to have several orders."""
+    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several orders."""
     config = parse_config(
         {
             "vocab_size": VOCABULARY,
