@@ -1,5 +1,6 @@
 """`weft.config`, and the contexts: those in which graphs may not be captured, and `batch_invariant`."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,8 +59,12 @@ MAY_REPLAY: ContextVar[bool] = ContextVar("weft.may_replay", default=True)
 """False inside `no_capture(replay=False)`."""
 
 _BATCH_INVARIANT: ContextVar[bool] = ContextVar("weft.batch_invariant", default=False)
+_LOCK = threading.Lock()
 is_batch_invariant: Callable[[], bool] = _BATCH_INVARIANT.get
 """Whether `batch_invariant()` is around this call."""
+ANYWHERE = [0]
+"""The number of `batch_invariant()` contexts in all threads. `torch.compile` reads no context variables: so compiled
+functions are batch invariant while there is one anywhere."""
 
 
 @contextmanager
@@ -82,10 +87,14 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     True
     """
     token = _BATCH_INVARIANT.set(enabled)
+    with _LOCK:
+        ANYWHERE[0] += enabled
     try:
         yield
     finally:
         _BATCH_INVARIANT.reset(token)
+        with _LOCK:
+            ANYWHERE[0] -= enabled
 
 
 @contextmanager

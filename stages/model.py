@@ -366,6 +366,9 @@ def load(
             the fastest.
         kv_dtype: `float8_e4m3fn`: keys and values are kept in half the memory, rounded, with ±448 at the most; None: in
             the model's dtype.
+        batch_invariant: whether a request's tokens and logprobs are bits that depend on the request, the parameters and
+            the seed alone, on one type of device and one build: not on the other requests, the chunks of a prompt,
+            padding, the graph mode, the split or speculation. It takes up to an eighth longer (`weft.batch_invariant`).
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than

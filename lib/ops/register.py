@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, library
 
 from weft.errors import DerivativeError, DeviceError
-from weft.settings import is_batch_invariant
+from weft.settings import ANYWHERE, is_batch_invariant
 from weft.torchapi.private import FUNCTORCH_KEY, in_functorch_transform, is_differentiated, overload_of, unwrapped_call
 
 P = ParamSpec("P")
@@ -82,7 +82,7 @@ def operator(
         if no_derivative is not None:
             derived = without_derivative(own.replace(".", "_"), no_derivative, derived)
         ops = [define(own, reference, fake=fake, kernel=kernel, parameters=parameters, writes=writes)]
-        if FLAG in inspect.signature(parameters or reference).parameters:
+        if FLAG in inspect.signature(reference).parameters:
             ops.append(_define_invariant(own, reference, fake, kernel, parameters, writes))
         for op in ops:
             if not op._schema.is_mutable:
@@ -93,6 +93,8 @@ def operator(
         for made in {unchecked, call}:
             functools.update_wrapper(made, reference)
             made.__defaults__ = _without_flag(parameters or reference)
+            if len(ops) > 1 and parameters is None:
+                vars(made)["__signature__"] = _signature_without_flag(reference)
         call.reference, call.unchecked = reference, unchecked
         return call
 
@@ -146,11 +148,15 @@ def _without_flag(function: Function) -> tuple[Any, ...] | None:
     return defaults[:-1] if defaults and FLAG in inspect.signature(function).parameters else defaults
 
 
+def _signature_without_flag(function: Function) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=[one for name, one in signature.parameters.items() if name != FLAG])
+
+
 def _infer_schema(reference: Function, parameters: Function, writes: Sequence[str]) -> str:
     """The operator's schema. It has no defaults: torch would leave such arguments out when it calls a kernel."""
-    signature = inspect.signature(parameters)
-    given = [one for name, one in signature.parameters.items() if name != FLAG]
-    required = [one.replace(default=inspect.Parameter.empty) for one in given]
+    signature = _signature_without_flag(parameters)
+    required = [one.replace(default=inspect.Parameter.empty) for one in signature.parameters.values()]
     returned = inspect.signature(reference).return_annotation
 
     def prototype() -> None: ...
@@ -160,24 +166,24 @@ def _infer_schema(reference: Function, parameters: Function, writes: Sequence[st
 
 
 _CALL = """
-def bind(op, launch, derived, exact, is_grad_enabled, in_functorch_transform, is_batch_invariant, is_dynamo_compiling):
+def bind(op, launch, derived, exact, is_grad_enabled, in_functorch_transform, is_batch_invariant, compiling, anywhere):
     def call({given}):
         if (is_grad_enabled() and ({requires_grad})) or in_functorch_transform():
-            return exact({given}) if is_batch_invariant() else derived({given})
-        return op({given}) if is_dynamo_compiling() else launch({given})
+            return exact({given}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({given})
+        return op({given}) if compiling() else launch({given})
     return call
 """
 _CALL_OF_TWO = """
 def bind(
     op, launch, op_invariant, launch_invariant, derived, exact,
-    is_grad_enabled, in_functorch_transform, is_batch_invariant, is_dynamo_compiling
+    is_grad_enabled, in_functorch_transform, is_batch_invariant, compiling, anywhere
 ):
     def call({given}):
         if (is_grad_enabled() and ({requires_grad})) or in_functorch_transform():
-            return exact({given}) if is_batch_invariant() else derived({given})
-        if is_batch_invariant():
-            return op_invariant({given}) if is_dynamo_compiling() else launch_invariant({given})
-        return op({given}) if is_dynamo_compiling() else launch({given})
+            return exact({given}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({given})
+        if compiling():
+            return op_invariant({given}) if anywhere[0] else op({given})
+        return launch_invariant({given}) if is_batch_invariant() else launch({given})
     return call
 """
 _CHECKED = """
@@ -200,7 +206,7 @@ def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
     source = _CALL if len(ops) == 1 else _CALL_OF_TWO
     bind = _bind(ops[0], source, requires_grad=" or ".join(conditions) or "False")
     switches = torch.is_grad_enabled, in_functorch_transform, is_batch_invariant, torch.compiler.is_dynamo_compiling
-    return bind(*(call for op in ops for call in (op, unwrapped_call(op))), derived, exact, *switches)
+    return bind(*(call for op in ops for call in (op, unwrapped_call(op))), derived, exact, *switches, ANYWHERE)
 
 
 def _write_checked(op: Any, check: Function, unchecked: Function) -> Any:

@@ -14,6 +14,7 @@ from weft.ops.sampling import sample
 from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
 from weft.ops.transfers import transfer
 from weft.sampling_table import SamplingTable
+from weft.settings import batch_invariant
 from weft.trees import tree_leaves
 
 Args = tuple[Any, ...]
@@ -41,11 +42,23 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sample_rows": sample._sample_rows,
     "silu_mul": gate.silu_mul,
     "silu_mul_quantized": gate._silu_mul_quantized,
+    "token_logprobs": sample.token_logprobs,
     "turn_tables": rotary.turn_tables,
 }
 """The function by which weft calls each operator."""
 
-IN_FP8 = {name for name in CALLS if name.endswith("quantized")} | {"fp8_linear", "quantize"}
+INVARIANT = {
+    f"{name}_batch_invariant" if "." in name else f"{name}.batch_invariant": name
+    for name in (
+        "add_lora", "fp8_linear", "linear", "paged_attention", "paged_attention.quantized", "run_experts", "sample",
+        "sample_rows",
+    )
+}  # fmt: skip
+"""The operators that are called in `weft.batch_invariant()`, by name, and those that are called elsewhere."""
+CALLS |= {name: batch_invariant()(CALLS[other]) for name, other in INVARIANT.items()}
+
+_FP8 = {name for name in CALLS if name.endswith("quantized")} | {"fp8_linear", "quantize"}
+IN_FP8 = _FP8 | {name for name, other in INVARIANT.items() if other in _FP8}
 """The operators without a derivative. `run_experts` has none in FP8."""
 
 
@@ -92,7 +105,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     counts = table.counts.index_put((rows, rows + 3), integers(1, 2, 1, of=torch.int16))
     starts = integers(0, 2, 3, 4, of=torch.int32)
     kept = torch.tensor([True, False, False])
-    return {
+    made: dict[str, list[Args]] = {
         "add_lora": [
             (y, randn(3, 4), randn(3, 2, 2, 4), randn(3, 6, 2), integers(2, -1, 0, of=torch.int32),
              integers(2, 0, -1, of=torch.int32), [0, 4, 6]) for y in (x, parted)
@@ -134,8 +147,10 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "send": [([torch.ones(2), torch.ones(3)], END, 0, 7)],
         "silu_mul": [(y, dtype) for y in (x, parted)],
         "silu_mul_quantized": [(x, dtype)],
+        "token_logprobs": [(randn(3, 10), torch.tensor([[0, 9], [3, 3], [5, 1]]))],
         "turn_tables": [(randn(3), places, 1.5, dtype) for places in (integers(0, 3, 7), torch.ones(4, 3).long())],
     }  # fmt: skip
+    return made | {name: made[other] for name, other in INVARIANT.items()}
 
 
 def tensors_in(args: Args) -> list[int]:

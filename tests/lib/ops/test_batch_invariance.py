@@ -181,3 +181,30 @@ def test_draws_and_logprobs(device: str, vocab: int) -> None:
         return torch.stack((ids.double(), logprobs.double()), 1)
 
     check_counts(run, len(logits))
+
+
+def test_a_derivative_is_the_reference_s_and_the_value_the_operator_s() -> None:
+    x, weight = torch.randn(5, 96, requires_grad=True), torch.randn(40, 96, requires_grad=True)
+    found = linear(x, weight)
+    assert torch.equal(found[:1], linear(x.detach()[:1], weight.detach()))
+    upstream = torch.randn(5, 40)
+    grads = torch.autograd.grad(found, (x, weight), upstream)
+    for own, wanted in zip(grads, (upstream @ weight, upstream.T @ x), strict=True):
+        torch.testing.assert_close(own, wanted)
+
+
+def test_a_graph_of_the_context_is_not_one_of_its_surroundings() -> None:
+    x, weight = torch.randn(1, 256), torch.randn(40, 256)
+    step = weft.graphify(linear)
+    inside = [step(x, weight) for _ in range(3)]
+    with weft.batch_invariant(False):
+        outside = [step(x, weight) for _ in range(3)]
+    assert all(torch.equal(one, linear(x, weight)) for one in inside)
+    assert all(torch.equal(one, torch.nn.functional.linear(x, weight)) for one in outside)
+    assert step.cache_info().captures == 2
+
+
+def test_a_compiled_function_is_batch_invariant_in_the_context() -> None:
+    x, weight = torch.randn(5, 256), torch.randn(40, 256)
+    step = torch.compile(lambda x: linear(x, weight), backend="aot_eager", fullgraph=True)
+    assert torch.equal(step(x)[:1], linear(x[:1], weight))

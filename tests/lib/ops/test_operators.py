@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import CALLS, IN_FP8, Args, arguments, tensors_in
+from operator_cases import CALLS, IN_FP8, INVARIANT, Args, arguments, tensors_in
 from paged_cases import Request, Shape, assert_matches, draw_case
 from torch import Tensor, library
 
@@ -18,8 +18,9 @@ ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "t
 CASES = arguments()
 WIDE = arguments(torch.float64)
 EACH = [(name, index) for name, cases in CASES.items() for index in range(len(cases))]
-SMOOTH = [(name, i) for name, i in EACH if name in CALLS and name not in IN_FP8 and (name, i) != ("run_experts", 1)]
-"""The cases with a derivative by their floating-point arguments."""
+PLAIN = CALLS.keys() - IN_FP8 - INVARIANT.keys()
+SMOOTH = [(name, i) for name, i in EACH if name in PLAIN and (name, i) != ("run_experts", 1)]
+"""The cases with a derivative by their floating-point arguments. Those of `INVARIANT` have the same."""
 
 
 def ids_of(pairs: list[tuple[str, int]]) -> list[str]:
@@ -140,7 +141,7 @@ def test_pages_that_cannot_be_written_inside_a_transform_are_named() -> None:
     assert caught.value.instead == "a clone of the pages, made inside of the function that is transformed"
 
 
-@pytest.mark.parametrize("name", [*sorted(IN_FP8), "run_experts"])
+@pytest.mark.parametrize("name", [*sorted(IN_FP8 - INVARIANT.keys()), "run_experts"])
 def test_what_rounds_to_fp8_has_no_derivative_and_says_so(name: str) -> None:
     """Never zeros: by backward, by torch.func, forward and reverse, at any level of nesting."""
     args = CASES[name][-1]

@@ -14,6 +14,7 @@ from weft.ops.linear import linear
 from weft.ops.lora import add_lora
 from weft.ops.norm import rms_norm
 from weft.ops.rotary import _rotate_and_keep
+from weft.ops.sampling import sample as _sample  # noqa: F401  # registers count_tokens
 from weft.torchapi.private import overload_of
 
 
@@ -25,6 +26,7 @@ def test_annotations_are_the_signature() -> None:
     assert schema("rms_norm") == "weft::rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"
     # Without defaults: torch leaves out arguments that equal their default when it calls a kernel.
     assert schema("linear") == "weft::linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+    assert schema("linear.batch_invariant") == schema("linear").replace("linear(", "linear.batch_invariant(")
     counts = "Tensor(a0!) counts, Tensor ints, Tensor rows, Tensor token_ids, Tensor kept"
     assert schema("count_tokens") == f"weft::count_tokens({counts}) -> ()"
 
@@ -39,7 +41,8 @@ def test_a_call_takes_defaults_and_names_as_the_function_does() -> None:
     x, weight, bias = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
     assert torch.equal(linear(x, weight), linear(bias=None, weight=weight, x=x))
     assert torch.equal(linear(x, weight, bias=bias), linear.reference(x, weight, bias))
-    assert inspect.signature(linear) == inspect.signature(linear.reference)
+    assert inspect.signature(rms_norm) == inspect.signature(rms_norm.reference)
+    assert list(inspect.signature(linear).parameters) == ["x", "weight", "bias"]
     assert (linear.__name__, linear.__module__) == ("linear", "weft.ops.linear")
     with pytest.raises(TypeError, match="eps"):
         rms_norm(x, torch.ones(3))  # type: ignore[call-arg]
