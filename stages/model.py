@@ -392,7 +392,8 @@ def load(
     layout = split_model(config, num_stages)[index]
     kept = pick_kv_dtype(kv_dtype, call=call)
     backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)
-    functions = StageFunctions(attend=backend, batch_invariant=batch_invariant)
+    is_plain = backend is None and not batch_invariant
+    functions = OWN if is_plain else StageFunctions(attend=backend, batch_invariant=batch_invariant)
     tokenizer, template = checkpoint.read_tokenizer(call, strict), checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
