@@ -24,11 +24,12 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from weft.torchapi.watching import KEY as WATCH_KEY, unwatched, watched
 
 pytree = _pytree
+DispatchMode = TorchDispatchMode
 
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
 """An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see `in_pickle`."""

@@ -64,6 +64,7 @@ def check(
     given: Any,
     *,
     laws: str | Iterable[str] | None = None,
+    batch_invariant: bool = False,
     atol: float = ATOL,
     rtol: float = RTOL,
     device: torch.device | str | None = None,
@@ -81,8 +82,11 @@ def check(
         f: the function, or the result of `graphify` with its options.
         given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
             entries may be strategies. A list of tuples or dicts is one sequence of calls, without Hypothesis.
-        laws: names among `pure`, `graph`, `replay`, `trace`, `pad`, `func` and `microbatch`. None: all but the
-            last, which is for functions separable by rows, `(params, state, batch) -> (state, out)`.
+        laws: names among `pure`, `graph`, `replay`, `trace`, `pad`, `func`, `microbatch` and `bits`. None: all but the
+            last two. `microbatch` is for functions separable by rows, `(params, state, batch) -> (state, out)`; `bits`
+            for those and for functions with a ladder.
+        batch_invariant: check `bits`, too: in `weft.batch_invariant()` no bit of a result depends on padding, or on the
+            rest of the batch. Where one does, the error names the first operator whose result differs.
         atol, rtol: the tolerance where two runs have different shapes (`pad`, `microbatch`). All else is bitwise.
         device: the device of the arguments, `"cuda"` for CUDA graphs; None: the device they were drawn on.
         max_examples: for each law; None: a quarter of what the active Hypothesis profile says, since an example
@@ -113,6 +117,9 @@ def check(
         seen = f"a graphified function, and {', '.join(options)}"
         raise CheckError(call, seen, "the function itself with these options, or the graphified one without")
     subject = Subject(graph, name_of(graph.__wrapped__), Tolerance(atol, rtol))
+    if batch_invariant:
+        others = [law.name for law in LAWS if not law.asked] if laws is None else laws
+        laws = [*((others,) if isinstance(others, str) else others), "bits"]
     chosen, examples = _chosen(call, subject, laws), _examples(call, given)
 
     def prepared(arguments: Any) -> Arguments:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, func
 
 from weft.padding import pad, unpad
+from weft.proofs.checks.bits import same_bits, wants_rows
 from weft.proofs.checks.difference import visible
 from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
@@ -124,6 +125,11 @@ def microbatches(subject: Subject, calls: Calls) -> int:
     return 2 * len(calls)
 
 
+def bits(subject: Subject, calls: Calls) -> int:
+    """L20: in `weft.batch_invariant()`, padding and parts change no bit."""
+    return same_bits(subject, calls, _of_requests)
+
+
 Floats = tuple[Tensor, ...]
 FUNC: dict[str, Callable[[Callable[..., Floats], Floats], Any]] = {
     "vmap": lambda fn, xs: func.vmap(fn)(*(torch.stack([x, x]) for x in xs)),
@@ -198,5 +204,6 @@ LAWS = (
     UserLaw("pad", "L2", "padding changes nothing", padding, _wants_a_ladder),
     UserLaw("func", "L15", "vmap, grad, jvp pass through", functorch),
     UserLaw("microbatch", "L13", "2 and 3 parts are the whole", microbatches, asked=True),
+    UserLaw("bits", "L20", "padded or in parts, the same bits", bits, wants_rows, asked=True),
 )
 """The laws in the order in which they are checked."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 import weft
+import weft.ops.linear
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import CheckError
@@ -280,3 +281,43 @@ def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
     assert done.stdout.endswith(
         "MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead: pip install 'weft[proofs]'\n"
     )
+
+
+def exact(params: Tensor, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    return state, torch.relu(weft.ops.linear.linear(batch, params))
+
+
+def by_the_batch(params: Tensor, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = weft.ops.linear.linear(batch, params)
+    return state, torch.relu(hidden @ params)
+
+
+WIDE = {"params": torch.randn(256, 256), "state": torch.zeros(()), "batch": torch.randn(7, 256)}
+
+
+def test_a_batch_invariant_step_has_the_same_bits_in_parts() -> None:
+    rows = table(exact, WIDE, laws=(), batch_invariant=True)
+    assert rows["bits"][0] == "L20"
+    assert rows["bits"][-3:] == ["holds", "1", "2"]
+
+
+def test_the_first_operator_that_is_not_batch_invariant_is_named() -> None:
+    law, error = broken(by_the_batch, WIDE, laws=(), batch_invariant=True)
+    assert law == "bits"
+    assert "the first operator that differs is aten::mm at test_check.py:" in str(error)
+
+
+def test_padding_may_change_a_bit_too() -> None:
+    def product(batch: Rows) -> Tensor:
+        return batch.x @ WIDE["params"]
+
+    given = ({"batch": Rows(BatchDescriptor(1, 1), torch.randn(1, 256))},)
+    law, error = broken(product, given[0], laws=(), batch_invariant=True, ladder=LADDER)
+    assert law == "bits"
+    assert "padded to" in str(error)
+    assert "the first operator that differs is aten::mm at test_check.py:" in str(error)
+
+
+def test_what_the_law_of_bits_needs_is_said() -> None:
+    with pytest.raises(CheckError, match="needs a ladder, or"):
+        check(lambda x: x.tanh(), (torch.ones(2),), laws="bits")

@@ -1,0 +1,137 @@
+"""L20 for a user's function: the same bits, padded or in parts, and otherwise the first operator that differs."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.padding import pad, unpad
+from weft.proofs.checks.difference import LawViolation, find_difference
+from weft.proofs.checks.search import copies
+from weft.proofs.checks.subject import Arguments, Subject
+from weft.settings import batch_invariant
+from weft.torchapi.private import DispatchMode
+from weft.transforms.pipelines.microbatch import microbatch
+from weft.trees import find_descriptors, tree_leaves
+
+_PARTS = 2, 3
+_OTHERS = Path(torch.__file__).parent, Path(__file__).parents[2]
+
+
+def wants_rows(subject: Subject) -> str:
+    """What the law needs and the function lacks, in words."""
+    return "" if subject.graph.ladder is not None or _is_step(subject) else "needs a ladder, or (params, state, batch)"
+
+
+def _is_step(subject: Subject) -> bool:
+    return len(subject.graph.roles.signature.parameters) == 3
+
+
+def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[Any], Any]) -> int:
+    """L20: in `weft.batch_invariant()` a padded batch, and two or three parts of one, give the batch's own bits.
+
+    Args:
+        seen_by: a result without what padding may change in a `State`.
+
+    Raises:
+        LawViolation: they do not. It names the first operator whose result differs.
+    """
+    count = 0
+    with batch_invariant():
+        for call in calls:
+            alone, other = list[_Result](), list[_Result]()
+            expected = subject.call(_recording(subject.fn, alone), copies(call))
+            for name, run in _ways(subject, call, _recording(subject.fn, other)):
+                other.clear()
+                seen = subject.attempt(name, run)
+                found = find_difference(seen_by(seen), seen_by(expected), None)
+                if found is not None:
+                    text = found.text(name, f"{subject.name} of the whole batch")
+                    raise LawViolation(f"{text}\n{_first_difference(alone, other)}")
+                count += 1
+    return count
+
+
+def _ways(subject: Subject, call: Arguments, fn: Callable[..., Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Other ways of calling the function `fn`, which give the same."""
+    own = find_descriptors(subject.copied(call))
+    for descriptor in subject.graph.ladder or ():
+        if own and descriptor != own[0] and descriptor.covers(own[0]):
+            wide = {**copies(subject.referenced(call)), **pad(copies(subject.copied(call)), descriptor)}
+            yield f"{subject.name}, padded to '{descriptor}',", partial(_unpadded, subject, fn, wide, own[0])
+    if _is_step(subject):
+        for parts in _PARTS:
+            cut = microbatch(fn, parts)
+            yield f"microbatch({subject.name}, {parts})", partial(subject.call, cut, copies(call))
+
+
+def _unpadded(subject: Subject, fn: Callable[..., Any], wide: Arguments, own: Any) -> Any:
+    return unpad(subject.call(fn, wide), own)
+
+
+def _recording(fn: Callable[..., Any], results: list["_Result"]) -> Callable[..., Any]:
+    """The function, which appends the results of the operators that it calls."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Recorder(results):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+@attrs.frozen(eq=False)
+class _Result:
+    """An operator's floating-point results, and the line of code that called it."""
+
+    name: str
+    line: str
+    values: tuple[Tensor, ...]
+
+
+class _Recorder(DispatchMode):
+    """Keeps the results of all operators inside."""
+
+    def __init__(self, results: list[_Result]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results = results
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        values = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
+        self.results.append(_Result(str(op.name()), _calling_line(), tuple(x.detach().clone() for x in values)))
+        return out
+
+
+def _calling_line() -> str:
+    """The innermost line of code that is neither torch's nor weft's; weft's innermost one if there is none."""
+    frame: Any = sys._getframe(2)
+    own = ""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        here = f"{path.name}:{frame.f_lineno}"
+        if path.is_absolute() and not any(path.is_relative_to(other) for other in _OTHERS):
+            return here
+        own = own or (here if not path.is_relative_to(_OTHERS[0]) else "")
+        frame = frame.f_back
+    return own
+
+
+def _first_difference(alone: Sequence[_Result], other: Sequence[_Result]) -> str:
+    """The first operator that gives the rows that both runs have other bits."""
+    for one, two in zip(alone, other, strict=False):
+        if one.name != two.name:
+            return f"the first other operator is {two.name} at {two.line}, in the place of {one.name} at {one.line}"
+        for a, b in zip(one.values, two.values, strict=True):
+            common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+            if a.dim() == b.dim() and find_difference(b[common], a[common], None) is not None:
+                most = (a[common].double() - b[common].double()).abs().nan_to_num().max().item()
+                shapes = f"{list(b.shape)} instead of {list(a.shape)}"
+                return f"the first operator that differs is {one.name} at {one.line}: by up to {most:.3g}, for {shapes}"
+    return "no operator differs in the rows that both have"
