@@ -18,7 +18,7 @@ _FIXED_TILE = 64, 4, 2
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
 _FIXED_ROWS = 64
-"""The rows of its programs: tensor cores add up 16 rows in another order than 64."""
+"""The rows of its programs, whatever the number of queries: one layout, and so one order of sums."""
 
 
 @attrs.frozen
