@@ -176,8 +176,8 @@ class Model:
                 cache has, which need not be computed, and so are neither captured nor carried through
                 (`weft.stages.StageFunctions`). None: the model's own; requests of one with captures or carries share no
                 prefixes.
-            batch_invariant: run in `weft.batch_invariant()`, as `weft.load` with the same argument does. Functions of
-                your own may have to be written for it.
+            batch_invariant: run in `weft.batch_invariant()`, as a model from `weft.load` with the same argument does.
+                False: as this model does. Functions of your own have to be batch invariant themselves.
 
         Raises:
             ProgramError: one of them is not a function, the model has no such layer, or captures or carries lack tokens
@@ -192,7 +192,8 @@ class Model:
         >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, extras: logits / 2)
         """
         call = "model.with_stages(...)"
-        check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)
+        rules: dict[str, Rule] = {"transform": _TRANSFORM, "batch_invariant": (bool, "True or False")}
+        check_values(call, rules, {"transform": transform, "batch_invariant": batch_invariant}, ProgramError)
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
         given |= {"attend": attend}
         tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
@@ -201,11 +202,12 @@ class Model:
         new = attrs.evolve(new, batch_invariant=batch_invariant)
         check_functions(call, new, self.config.num_layers)
         functions = updated(self.functions, new)
-        if isinstance(functions.attend, AttentionBackend):
-            own = self.config, self.device, self.dtype, self.kv_dtype, functions.batch_invariant
-            check_backend(functions.attend, *own, call=call)
         check_functions(call, functions, self.config.num_layers)
         self._check_beside(call, functions.beside)
+        for model, attend in ((self, functions.attend), *((m, m.functions.attend) for m in functions.beside.values())):
+            if isinstance(attend, AttentionBackend):
+                own = model.config, model.device, model.dtype, model.kv_dtype, functions.batch_invariant
+                check_backend(attend, *own, call=call)
         check_together(call, functions)
         more = () if transform is None else (transform,)
         return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
@@ -368,7 +370,8 @@ def load(
             the model's dtype.
         batch_invariant: whether a request's tokens and logprobs are bits that depend on the request, the parameters and
             the seed alone, on one type of device and one build: not on the other requests, the chunks of a prompt,
-            padding, the graph mode, the split or speculation. It takes up to an eighth longer (`weft.batch_invariant`).
+            padding, the graph mode, the split or speculation (`weft.batch_invariant`). It was 2 to 13 % slower on an
+            H100.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than

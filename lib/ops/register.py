@@ -66,7 +66,8 @@ def operator(
         writes: the parameters whose tensors are written in place.
         functional: the same in torch's own operations, on any device, for autograd and torch.func; None: the reference.
             It writes to no argument: where the operator does, `functional` returns the new values after the result.
-        returns_written: False: it does not, since the argument is written only where a derivative is not exact.
+        returns_written: False: `functional` writes in place, too, and only if its second or third argument is given
+            (the keys and values of attention).
         no_derivative: why the operator has no derivative. Asking for one is an error that says so.
         check: called with all arguments before the operator; raises if they contradict each other.
 

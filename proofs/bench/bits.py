@@ -105,7 +105,8 @@ def forced(here: Here, model: Model, asked: Sequence[Any], said: Said) -> Said:
 
 
 def compared(said: Said, expected: Said) -> dict[str, Any]:
-    """How many completions are equal in all bits, and the largest difference of a logprob before tokens differ."""
+    """The number of completions that are equal bit for bit, and the largest difference of a logprob before the tokens
+    differ."""
     pairs = [(said[index], expected[index]) for index in expected]
     most, tokens = 0.0, 0
     for (ids, logprobs), (own_ids, own_logprobs) in pairs:

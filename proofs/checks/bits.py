@@ -25,7 +25,7 @@ _OTHERS = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 
 def wants_rows(subject: Subject) -> str:
-    """What the law needs and the function lacks, in words."""
+    """A description of what the law needs, if the function lacks it; otherwise empty."""
     return "" if subject.graph.ladder is not None or _is_step(subject) else "needs a ladder, or (params, state, batch)"
 
 
@@ -99,7 +99,7 @@ class _Recorder(DispatchMode):
     """Keeps the results of all operators inside."""
 
     def __init__(self, results: list[_Result]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.results = results
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -155,3 +155,18 @@ def test_what_is_refused(model: Model) -> None:
         AttentionBackend("odd", planned, capability="sometimes")
     assert load(DEMO, "cpu", attention="reference").functions == model.functions
     assert load(DEMO, "cpu", attention="torch").functions.attend is TORCH
+
+
+def test_a_batch_invariant_model_refuses_attention_that_is_not() -> None:
+    exact, other = weft.load("demo", "cpu", batch_invariant=True), weft.load("demo", "cpu", attention="torch")
+    seen = "attention back end 'torch', which is not batch invariant"
+    for model, options in (
+        (exact, {"attend": BACKENDS["torch"]}),
+        (other, {"batch_invariant": True}),
+        (exact, {"beside": {"amateur": other}, "logits": lambda logits, rows, extras: logits - extras["amateur"]}),
+    ):
+        with pytest.raises(ProgramError) as caught:
+            model.with_stages(**options)
+        assert (caught.value.seen, "reference" in caught.value.instead) == (seen, True)
+    with pytest.raises(ProgramError, match="batch_invariant is a str"):
+        exact.with_stages(batch_invariant="yes")  # type: ignore[arg-type]
