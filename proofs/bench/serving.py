@@ -8,6 +8,9 @@ after another, each `--repeats` times. With `--check` it then completes prompts 
 per request and at most 64. An engine without graphs does so first. All tokens must be the same; otherwise the command
 exits with 1. If graphs pad and eager steps do not, sums may be formed in another order, so completions go on for tokens
 that are not compared, while requests end one after another. (The last chunk of prompts may still be padded.)
+
+With `--batch-invariant` all of it is done twice with the same weights, in the fast mode and then with the same bits in
+any batch: the difference is what the bits cost.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import torch
 
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
+from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.options import WORKLOADS, Bench
@@ -47,6 +51,7 @@ class Plan:
         lengths: the lengths of prompts and completions in each workload.
         repeats: of each workload, in each mode.
         check: the tokens of each completion that is compared with mode `none`; 0: no comparison.
+        batch_invariant: also with the same bits in any batch.
     """
 
     modes: Sequence[str]
@@ -55,6 +60,7 @@ class Plan:
     lengths: dict[str, tuple[int, int]]
     repeats: int
     check: int
+    batch_invariant: bool
 
     def input_lens(self) -> list[int]:
         """The distinct lengths of prompts."""
@@ -75,7 +81,16 @@ class Plan:
 
 def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
     """Run, and return this process's rows; the first rank prints them as they come."""
-    model, rows, said = open_model(options, here), list[dict[str, Any]](), dict[str, Said]()
+    fast, rows = open_model(options, here), list[dict[str, Any]]()
+    for invariant in (False, True) if plan.batch_invariant else (False,):
+        model = fast.with_stages(batch_invariant=True) if invariant else fast
+        rows += [{"batch_invariant": invariant, **row} for row in _run(here, options, plan, model)]
+    return rows
+
+
+def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str, Any]]:
+    """Run with one model."""
+    rows, said = list[dict[str, Any]](), dict[str, Said]()
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
@@ -85,7 +100,7 @@ def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
             for index, row in enumerate(measure(engine, workload_of(wanted), started, repeats=plan.repeats)):
                 rows.append({"workload": name, "mode": mode, "repeat": index, **row})
                 if here.first:
-                    print(show(rows[-1]), flush=True)
+                    print(show(rows[-1], model.functions.batch_invariant), flush=True)
         if plan.check:
             said[mode] = {length: complete(engine, plan, length) for length in plan.input_lens()}
         del engine
@@ -131,12 +146,12 @@ def _agreeing(own: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
 
 
-def show(row: dict[str, Any]) -> str:
+def show(row: dict[str, Any], invariant: bool) -> str:
     """The printed line of a measured row."""
     tpot, ttft, use = row["tpot"] or {"p50": 0.0}, row["ttft"] or {"p50": 0.0}, row["graphs"]
     shares = ", ".join(f"{mode} {share:.0%}" for mode, share in use["shares"].items() if share)
     parts = (
-        f"{row['workload']:<8} {row['mode']:<19} {row['num_requests']:>4} requests",
+        f"{'invariant ' if invariant else ''}{row['workload']:<8} {row['mode']:<19} {row['num_requests']:>4} requests",
         f"{row['output_tokens_per_s']:>9,.0f} out/s {row['total_tokens_per_s']:>9,.0f} all/s",
         f"TTFT {ttft['p50']:>8.2f} ms  TPOT {tpot['p50']:>7.3f} ms",
         f"{shares}; padding {use['padding']:.1%}; captured in {row['ranks'][0]['capture_seconds']:.1f} s",
@@ -162,16 +177,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=int, default=1, metavar="N", help="divide the lengths of the workloads by it")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)")
     parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
-    parser.add_argument("--batch-invariant", action="store_true", help="with the same bits in any batch")
+    parser.add_argument("--batch-invariant", action="store_true", help="also with the same bits in any batch")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if given.check and {*given.modes} == {"none"}:
         parser.error("--modes none leaves nothing for --check to compare: name another mode")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
-    options = Bench(preset=given.preset, pp=given.pp, transport=given.transport, batch_invariant=given.batch_invariant)
+    options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
-    plan = Plan(given.modes, given.workloads, given.requests, lengths, given.repeats, given.check)
+    often = given.repeats, given.check, given.batch_invariant
+    plan = Plan(given.modes, given.workloads, given.requests, lengths, *often)
     rows = in_ranks(run, options, options, plan)
     compared_rows = [row for row in rows if "equal" in row]
     for row in compared_rows:
@@ -180,7 +196,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
     if given.out is not None:
         source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport}
-        source["batch_invariant"] = given.batch_invariant
         record = {
             **source,
             "plan": attrs.asdict(plan),
@@ -188,8 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
         }
         name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}"
-        name += "-batch-invariant.json" if given.batch_invariant else ".json"
-        (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
+        (given.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(any(row["equal"] != row["prompts"] for row in compared_rows))
 
 

@@ -58,6 +58,7 @@ class Profile:
 
     preset: str
     graph: str
+    batch_invariant: bool
     requests: int
     context: int
     ms: float
@@ -68,8 +69,9 @@ class Profile:
 
     def __str__(self) -> str:
         launches = sum(kernel.launches for kernel in self.kernels)
+        mode = f"{self.graph}{', batch invariant' * self.batch_invariant}"
         head = (
-            f"{self.preset}, {self.requests} requests at {self.context}, {self.graph}: {self.ms:.3f} ms a step; "
+            f"{self.preset}, {self.requests} requests at {self.context}, {mode}: {self.ms:.3f} ms a step; "
             f"kernels {self.busy_ms:.3f} ms, {launches:.0f} launches, idle {self.idle:.1%}"
         )
         rows = [
@@ -83,31 +85,31 @@ class Profile:
         return "\n".join([head, *rows, *stood])
 
 
-def profile_decode(preset: str, requests: int, context: int, graph: str) -> Profile:
+def profile_decode(given: Any, requests: int) -> Profile:
     """Serve a number of requests, and profile steps in which all of them decode."""
-    length = context + 4 * _STEPS
-    engine = _engine(preset, EngineLimits(max_num_reqs=requests, max_model_len=length), graph)
-    prompt_len = max(1, context - 2 * _STEPS)
+    length = given.context + 4 * _STEPS
+    engine = _engine(given, EngineLimits(max_num_reqs=requests, max_model_len=length))
+    prompt_len = max(1, given.context - 2 * _STEPS)
     _add(engine, requests, prompt_len, length - prompt_len)
     while engine.stats().steps.get("decode", 0) < _STEPS:
         engine.step()
-    return _profile(engine, preset, graph, requests, context)
+    return _profile(engine, given, requests)
 
 
-def profile_prompts(preset: str, num_tokens: int, context: int, graph: str) -> Profile:
+def profile_prompts(given: Any, num_tokens: int) -> Profile:
     """Profile steps that read a number of tokens of prompts, which are as long as the context."""
-    each = -(-num_tokens // context)
-    limits = EngineLimits(max_num_reqs=4 * each, max_model_len=context + 1, max_num_tokens=num_tokens)
-    engine = _engine(preset, limits, graph)
-    _add(engine, each * 3 * _STEPS, context, 1)
+    each = -(-num_tokens // given.context)
+    limits = EngineLimits(max_num_reqs=4 * each, max_model_len=given.context + 1, max_num_tokens=num_tokens)
+    engine = _engine(given, limits)
+    _add(engine, each * 3 * _STEPS, given.context, 1)
     for _ in range(_STEPS // 2):
         engine.step()
-    return _profile(engine, preset, graph, each, context)
+    return _profile(engine, given, each)
 
 
-def _engine(preset: str, limits: EngineLimits, graph: str) -> Engine:
-    model = open_model(Bench(preset=preset), Here(Local(), 1, "cuda"))
-    return Engine(model, limits, graph=graph, seed=0)
+def _engine(given: Any, limits: EngineLimits) -> Engine:
+    options = Bench(preset=given.preset, batch_invariant=given.batch_invariant)
+    return Engine(open_model(options, Here(Local(), 1, "cuda")), limits, graph=given.graph, seed=0)
 
 
 def _add(engine: Engine, requests: int, prompt_len: int, max_tokens: int) -> None:
@@ -117,11 +119,11 @@ def _add(engine: Engine, requests: int, prompt_len: int, max_tokens: int) -> Non
         engine.add(prompt, sampling, max_tokens=max_tokens)
 
 
-def _profile(engine: Engine, preset: str, graph: str, requests: int, context: int) -> Profile:
+def _profile(engine: Engine, given: Any, requests: int) -> Profile:
     ms = _timed(engine)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         _timed(engine)
-    return _summed(profiler, preset, graph, requests, context, ms)
+    return _summed(profiler, given, requests, ms)
 
 
 def _timed(engine: Engine) -> float:
@@ -133,7 +135,7 @@ def _timed(engine: Engine) -> float:
     return (time.perf_counter() - start) * 1e3 / _STEPS
 
 
-def _summed(profiler: Any, preset: str, graph: str, requests: int, context: int, ms: float) -> Profile:
+def _summed(profiler: Any, given: Any, requests: int, ms: float) -> Profile:
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     spans = []
     for event in profiler.events():
@@ -143,7 +145,8 @@ def _summed(profiler: Any, preset: str, graph: str, requests: int, context: int,
             spans.append((event.time_range.start, event.time_range.end, event.name))
     busy, gaps = _gaps(sorted(spans))
     busy_ms = busy / 1e3 / _STEPS
-    return Profile(preset, graph, requests, context, ms, busy_ms, 1 - busy_ms / ms, _longest(totals), _longest(gaps))
+    asked = given.preset, given.graph, given.batch_invariant, requests, given.context
+    return Profile(*asked, ms, busy_ms, 1 - busy_ms / ms, _longest(totals), _longest(gaps))
 
 
 def _longest(totals: dict[str, list[float]]) -> tuple[Kernel, ...]:
@@ -172,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of each request, about")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", help="of a step, instead of a decode step")
     parser.add_argument("--graph", default="full_decode_only", help="the graph mode")
+    parser.add_argument("--batch-invariant", action="store_true", help="with the same bits in any batch")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -179,12 +183,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = []
     profile = profile_prompts if given.prompt_tokens else profile_decode
     for size in given.prompt_tokens or given.requests:
-        found.append(profile(given.preset, size, given.context, given.graph))
+        found.append(profile(given, size))
         print(found[-1], flush=True)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         record = {"environment": environment("cuda"), "profiles": [attrs.asdict(each) for each in found]}
-        (given.out / f"step_profile-{given.preset}.json").write_text(json.dumps(record, indent=1) + "\n")
+        name = f"step_profile-{given.preset}{'-batch-invariant' * given.batch_invariant}.json"
+        (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
