@@ -4,6 +4,9 @@ installed."""
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+from typing import Any
+
+import attrs
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +19,14 @@ from weft.ops.tiles import Tile, cdiv, linear_tile, segment_columns
 
 _WIDE = Tile(64, 64, 32, 4, 2)
 """The tile of batch-invariant products in float32."""
+_GROUP = 8
+"""Tiles of tokens that are multiplied with a tile of weights one after another."""
+_BLOCKS = 4096, 2048, 1024, 512, 256
+"""The numbers of tokens for which torch's product may take the kernel's place in a batch-invariant one."""
+_LARGE = 2**24
+"""Elements of such weights."""
+_AGREED: dict[Any, bool] = {}
+"""Whether it had the kernel's bits, by the shapes and all else that its order of sums could depend on."""
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -23,10 +34,18 @@ def _linear_kernel(
     x, x_scales, weight, scale, bias, out, tokens, rows, columns, share,
     FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr, SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     begin()
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row_tile, token_tile = tl.program_id(0), tl.program_id(1)
+    if GROUP > 1:  # programs that run at the same time share tiles of both, which stay in the cache
+        row_tiles = tl.num_programs(0)
+        place = token_tile * row_tiles + row_tile
+        first = place // (GROUP * row_tiles) * GROUP
+        size, place = tl.minimum(tl.num_programs(1) - first, GROUP), place % (GROUP * row_tiles)
+        row_tile, token_tile = place // size, first + place % size
+    n = row_tile * ROWS + tl.arange(0, ROWS)
+    t = token_tile * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
     low = part * share
     acc = multiply(
@@ -57,7 +76,66 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
     tile = linear_tile(x.shape[0], *weight.shape, False, batch_invariant) if x.itemsize == 2 else None
     if batch_invariant and tile is None:
         tile = _WIDE
+    if tile is not None and batch_invariant and x.shape[0] >= _BLOCKS[-1] and _is_large(weight):
+        return _in_blocks(x.contiguous(), weight, bias, tile)
     return F.linear(x, weight, bias) if tile is None else run_tile(x, None, weight, None, bias, x.dtype, tile)
+
+
+def _is_large(weight: Tensor) -> bool:
+    """Whether torch's product is faster, though it takes several launches."""
+    return weight.itemsize == 2 and weight.numel() >= _LARGE
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    """A batch-invariant product of many tokens, in blocks of a few sizes: by torch's product where that was seen to
+    give the same bits as the kernel, and by the kernel otherwise. So what was seen decides the time alone."""
+    out, start = x.new_empty(len(x), len(weight)), 0
+    for size in _BLOCKS:
+        agrees = len(x) - start >= size and _agrees(size, x, weight, bias, tile)
+        while agrees and len(x) - start >= size:
+            _multiply_segments(x[start : start + size], weight, bias, tile.segments, out[start : start + size])
+            start += size
+    if start < len(x):
+        out[start:] = run_tile(x[start:], None, weight, None, bias, x.dtype, tile)
+    return out
+
+
+def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> bool:
+    """Whether torch's product of a block of this many tokens has the bits of the kernel's. It is tried once for each
+    shape with random tokens, and not while a graph is captured."""
+    matmul = torch.backends.cuda.matmul
+    settings = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    library = torch.backends.cuda.preferred_blas_library()
+    key = size, tuple(weight.shape), weight.stride(), bias is None, x.dtype, x.device, tile.segments, settings, library
+    if key not in _AGREED and not torch.cuda.is_current_stream_capturing():
+        generator = torch.Generator(x.device).manual_seed(size)
+        tokens = torch.randn(size, x.shape[1], generator=generator, device=x.device, dtype=x.dtype)
+        found = x.new_empty(size, len(weight))
+        _multiply_segments(tokens, weight, bias, tile.segments, found)
+        pairs = zip(tokens.split(_BLOCKS[-1]), found.split(_BLOCKS[-1]), strict=True)
+        same = all(torch.equal(run_tile(t, None, weight, None, bias, x.dtype, tile), own) for t, own in pairs)
+        other = attrs.evolve(tile, segments=tile.segments + 1)  # weights such as zeros have the same sum in any order
+        last = tokens[-_BLOCKS[-1] :]
+        tells = not torch.equal(run_tile(last, None, weight, None, bias, x.dtype, other), found[-_BLOCKS[-1] :])
+        if not tells:
+            return False
+        _AGREED[key] = same
+    return _AGREED.get(key, False)
+
+
+def _multiply_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, out: Tensor) -> None:
+    """Write torch's product to `out`; several segments are added up in float32, first to last."""
+    if segments == 1:
+        torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return
+    share = segment_columns(x.shape[1], segments)
+    (first, *others) = zip(x.split(share, 1), weight.split(share, 1), strict=True)
+    total = torch.mm(first[0], first[1].t(), out_dtype=torch.float32)
+    if bias is not None:
+        total += bias
+    for part, columns in others:
+        torch.addmm(total, part, columns.t(), out_dtype=torch.float32, out=total)
+    out.copy_(total)
 
 
 def fp8_linear(
@@ -96,13 +174,14 @@ def run_tile(
         parts, segments = cdiv(columns, share), 1
     shape = (tokens, rows) if parts == 1 else (parts, tokens, rows)
     out = x.new_empty(shape, dtype=dtype if parts == 1 else torch.float32)
+    token_tiles = cdiv(tokens, tile.tokens)
     with torch.cuda.device_of(x):
         if tokens:
-            _linear_kernel[(cdiv(rows, tile.rows), cdiv(tokens, tile.tokens), parts)](
+            _linear_kernel[(cdiv(rows, tile.rows), token_tiles, parts)](
                 x.contiguous(), out if x_scales is None else x_scales, weight, out if scale is None else scale,
                 out if bias is None else bias, out, tokens, rows, columns, share,
                 FP8=fp8, BIAS=bias is not None, EVEN=columns % tile.columns == 0,
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64, SEGMENTS=segments,
-                num_warps=tile.warps, num_stages=tile.stages, **early(x),
+                GROUP=_GROUP if token_tiles > 2 else 1, num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip
     return out

@@ -106,7 +106,7 @@ def _tile_by_rule(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
     """The tile of a linear layer that was not measured."""
     if tokens > 64:
         if not fp8:
-            return Tile(128, 128, 64, 8, 3)
+            return Tile(128, 128, 64, 8, 4)
         return Tile(64 if tokens <= 512 else 128, 64, 128, 4, 3)
     programs, steps = cdiv(rows, 64), cdiv(columns, 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
@@ -120,9 +120,14 @@ of tokens whose measured parts are the segments."""
 
 @functools.cache
 def linear_segments(rows: int, columns: int, fp8: bool) -> int:
-    """The segments of a batch-invariant product with weights `[rows, columns]`: a function of the weights alone."""
+    """The segments of a batch-invariant product with weights `[rows, columns]`: a function of the weights alone.
+
+    Where it was not measured, they are so many that about 128 programs, one for each multiprocessor, read the weights;
+    more would cost time with many tokens, whose programs add up all segments.
+    """
     known, tile = _is_measured(linear_key(rows, columns, fp8), FEW_TOKENS)
-    parts = _tile_by_rule(1, rows, columns, fp8).parts if not known else 1 if tile is None else tile.parts
+    by_rule = max(1, min(cdiv(columns, 128) // 4, 128 // cdiv(rows, 64), 8))
+    parts = by_rule if not known else 1 if tile is None else tile.parts
     return cdiv(columns, segment_columns(columns, parts))
 
 

@@ -1,6 +1,8 @@
 """L20 of single operators: a token's result is the same bits alone, among any others, and however a prompt is cut."""
 
+import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +210,34 @@ def test_a_compiled_function_is_batch_invariant_in_the_context() -> None:
     x, weight = torch.randn(5, 256), torch.randn(40, 256)
     step = torch.compile(lambda x: linear(x, weight), backend="aot_eager", fullgraph=True)
     assert torch.equal(step(x)[:1], linear(x[:1], weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (28672, 1024), (2048, 8192)], ids=str)
+def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("weft.ops.linear_triton")
+    monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    bias, x = weight[:, 0].contiguous(), torch.randn(8000, shape[1], device="cuda", dtype=torch.bfloat16)
+    for own in (None, bias):
+        whole = linear(x, weight, own)
+        for start in (0, 4095, 7999):
+            assert torch.equal(sum_parts(linear(x[start : start + 1], weight, own), x.dtype)[0], whole[start])
+    assert any(agreed.values()), f"in no case: {agreed}"
+
+    def in_another_order(x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, out: Tensor) -> None:
+        half = x.shape[1] // 4
+        out.copy_(
+            x[:, half:].float() @ weight[:, half:].t().float() + x[:, :half].float() @ weight[:, :half].t().float()
+        )
+
+    monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
+    monkeypatch.setattr(module, "_multiply_segments", in_another_order)
+    assert torch.equal(linear(x, weight, bias), whole)
+    assert [*agreed.values()] == [False] * len(agreed)
+    assert agreed
+    monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
+    assert not linear(x, torch.zeros_like(weight)).any()
+    assert not agreed, "weights of zeros have the same sum in any order, which tells nothing"
