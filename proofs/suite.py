@@ -16,7 +16,8 @@ from weft.proofs.laws.engine.versions import HOW
 from weft.proofs.strategies.engine.agreement import conversations
 from weft.proofs.strategies.engine.attention import other_attentions
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engine.engines import INVARIANT_MODELS, loads, small_model
+from weft.proofs.strategies.engine.engines import loads, small_model
+from weft.proofs.strategies.engine.invariant import invariant_loads
 from weft.proofs.strategies.engine.odd import odd_loads
 from weft.proofs.strategies.engine.own_stages import own_stages, patched_stages, request_extras, token_patches
 from weft.transforms.graphs.ladder import MODES
@@ -239,8 +240,7 @@ def _on_run_ahead(data: st.DataObject, device: str) -> None:
 
 
 def _same_bits(data: st.DataObject, device: str) -> None:
-    kind = data.draw(st.sampled_from(tuple(INVARIANT_MODELS)))
-    laws.bits_are_of_the_request(data.draw(loads(adapters="FP8" not in kind)), kind, device)
+    laws.bits_are_of_the_request(data.draw(invariant_loads()), device)
 
 
 def _in_turn(data: st.DataObject, device: str) -> None:

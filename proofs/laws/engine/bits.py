@@ -1,65 +1,101 @@
 """L20: with `batch_invariant=True` a request's tokens and logprobs are bits of that request alone."""
 
 import functools
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
+from weft.batch import EMBEDDED
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.completions import check_nothing_is_left, run
-from weft.proofs.strategies.engine.engines import VOCABULARY, Call, Load, adapters_of, invariant_model
+from weft.proofs.strategies.engine.engines import Call, adapters_of
+from weft.proofs.strategies.engine.invariant import InvariantLoad, invariant_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_map
 
 _LAW = "L20 same bits"
 _FIELDS = "token_ids", "logprobs", "top_logprobs", "ranks", "prompt_logprobs", "prompt_top_logprobs", "prompt_ranks"
+_TIMEOUT = 120.0
+"""Seconds for which a thread may compile or capture while the others wait."""
 
 
-def bits_are_of_the_request(load: Load, kind: str, device: str = "cpu") -> None:
-    """L20: in any batch, order, chunks, mode and split, after preemption, with drafts, and with pages of others, a
-    completion has the tokens and the logprobs of a run by itself, eagerly, on one stage, bit for bit. (An aborted one
-    has the first of them.) They are also those of one pass over prompt and completion.
+def bits_are_of_the_request(case: InvariantLoad, device: str = "cpu", transport: Transport | None = None) -> None:
+    """L20: in any batch, order, chunks, mode and split, over any transport, after preemption, with drafts, and with
+    pages of others, a completion has the tokens and the logprobs of a run by itself, eagerly, on one stage, bit for
+    bit. (An aborted one has the first of them.) They are also those of one pass over prompt and completion; where the
+    prompt has embeddings, which have no prompt logprobs, of one pass for each token.
 
     Args:
-        kind: of the model, one of `INVARIANT_MODELS`.
+        transport: where the stages run; None: in this process, in threads if the case has them.
     """
-    model = _on(kind, device)
+    model = _on(case.kind, device)
     tracks: dict[tuple[int, int], CompletionState] = {}
-    engine = load.engine(model=model)
-    run(_LAW, load, engine, tracks=tracks)
+    threads = Threads(timeout=_TIMEOUT) if case.has_threads and transport is None else None
+    with nullcontext() if threads is None else closing(threads):
+        engine = case.load.engine(model=model, transport=threads or transport)
+        run(_LAW, case.load, engine, tracks=tracks, prompts=case.prompts)
     check_nothing_is_left(engine)
     for (index, sample), track in tracks.items():
-        call = load.calls[index]
+        call, prompt = case.load.calls[index], case.prompt(index)
         seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
-        expected = _complete(
-            kind, device, call, attrs.evolve(call.sampling, seed=seed, n=1), call.prompt, call.max_tokens
-        )
+        own = attrs.evolve(call.sampling, seed=seed, n=1)
+        expected = _complete(case.kind, device, call, own, prompt, call.max_tokens)
+        name = f"completion {sample} of call {index}, of {case.kind}"
         for field in _FIELDS:
             found, wanted = getattr(track, field), getattr(expected, field)
             if found != (wanted[: len(found)] if track.reason == "abort" else wanted):
-                seen = f"{found}, and alone {wanted}"
-                raise LawViolation(f"{_LAW}: {field} of completion {sample} of call {index}, of {kind}, are {seen}")
-        _forced(kind, device, call, expected, f"completion {sample} of call {index}, of {kind}")
+                raise LawViolation(f"{_LAW}: {field} of {name}, are {found}, and alone {wanted}")
+        forced = _forced(case.kind, device, call, prompt, expected.token_ids)
+        if forced != expected.logprobs:
+            raise LawViolation(f"{_LAW}: {name} decoded has logprobs {expected.logprobs}, and in one pass {forced}")
 
 
-def _forced(kind: str, device: str, call: Call, expected: CompletionState, name: str) -> None:
-    """Raise LawViolation unless one pass over the prompt and the completion gives the logprobs of its tokens."""
-    given, told = (*call.prompt, *expected.token_ids), SamplingParams(temperature=0.0, prompt_logprobs=0)
-    if not expected.token_ids or max(given) >= VOCABULARY:
-        return
-    forced = _complete(kind, device, call, told, given, 1).prompt_logprobs[len(call.prompt) - 1 :]
-    if forced != expected.logprobs:
-        raise LawViolation(f"{_LAW}: {name} decoded has logprobs {expected.logprobs}, and in one pass {forced}")
+def _forced(
+    kind: str, device: str, call: Call, prompt: tuple[int, ...] | EmbedsPrompt, tokens: Sequence[int]
+) -> list[float]:
+    """The logprobs of a completion's tokens in one pass over it and its prompt; if the prompt has embeddings, each
+    token's in a pass over what precedes it, after which no other token is allowed."""
+    if isinstance(prompt, EmbedsPrompt) and EMBEDDED in prompt.ids:
+        told = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in tokens]
+        before = [_longer(prompt, tokens[:count]) for count in range(len(tokens))]
+        passes = (_complete(kind, device, call, *one, 1) for one in zip(told, before, strict=True))
+        return [logprob for track in passes for logprob in track.logprobs]
+    if not tokens:
+        return []
+    scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    return _complete(kind, device, call, scored, _longer(prompt, tokens), 1).prompt_logprobs[len(prompt) - 1 :]
+
+
+def _longer(prompt: tuple[int, ...] | EmbedsPrompt, tokens: Sequence[int]) -> tuple[int, ...] | EmbedsPrompt:
+    """The prompt with tokens appended, at the positions that they have when they are generated."""
+    if not isinstance(prompt, EmbedsPrompt):
+        return (*prompt, *tokens)
+    embeds, positions = prompt.inputs_embeds, prompt.positions
+    assert embeds is not None and positions is not None, "drawn with both"
+    embeds = torch.cat((embeds, embeds.new_zeros(len(tokens), embeds.shape[1])))
+    after = (positions.max() + 1 + torch.arange(len(tokens))).expand(3, -1)
+    return EmbedsPrompt([*prompt.ids, *tokens], embeds, torch.cat((positions, after), dim=1))
 
 
 def _complete(
-    kind: str, device: str, call: Call, sampling: SamplingParams, prompt: tuple[int, ...], max_tokens: int
+    kind: str,
+    device: str,
+    call: Call,
+    sampling: SamplingParams,
+    prompt: tuple[int, ...] | EmbedsPrompt,
+    max_tokens: int,
 ) -> CompletionState:
     engine = _engine_for_one(kind, device, call.adapter)
     engine.reset_prefix_cache()

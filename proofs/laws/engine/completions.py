@@ -14,6 +14,7 @@ from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import sample_seeds
 
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
@@ -58,6 +59,7 @@ def run(
     before: Callable[[int], None] = lambda step: None,
     extras: Sequence[Mapping[str, Tensor] | None] = (),
     tracks: dict[tuple[int, int], CompletionState] | None = None,
+    prompts: Sequence[EmbedsPrompt | None] = (),
 ) -> Said:
     """Add each call at its step, make the aborts, and run until all requests have ended.
 
@@ -65,6 +67,7 @@ def run(
         before: called before each step.
         extras: those of each call.
         tracks: is filled with the completions.
+        prompts: those that replace the calls' own; None: the call's own.
     """
     tracks = {} if tracks is None else tracks
     last = max(call.step for call in load.calls)
@@ -75,8 +78,9 @@ def run(
         before(step)
         for index, call in enumerate(load.calls):
             if call.step == step:
+                prompt = prompts[index] if prompts else None
                 engine.add(
-                    call.prompt,
+                    call.prompt if prompt is None else prompt,
                     call.sampling,
                     max_tokens=call.max_tokens,
                     id=str(index),

@@ -19,10 +19,11 @@ from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layer_fields import adaptable
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
-from weft.stages.random_weights import random_adapter, random_model, random_params
+from weft.stages.random_weights import random_adapter, random_params
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.graphs.ladder import MODES
+from weft.transforms.pipelines.transports import Transport
 
 VOCABULARY = 12
 _STD = 0.5
@@ -49,46 +50,6 @@ def small_model(seed: int = 0) -> Model:
     (whole,) = split_layers(3, 1)
     params = random_params(config, whole, seed=seed, device="cpu", dtype=torch.float32, std=_STD)
     return Model(config, params, None, Path("small"))
-
-
-@functools.cache
-def invariant_model(kind: str) -> Model:
-    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several orders."""
-    config = parse_config(
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": False,
-            **INVARIANT_MODELS[kind],
-        },
-        source=f"a model of {kind}",
-    )
-    dtype = torch.bfloat16 if config.fp8 is not None else torch.float32
-    model = random_model(config, seed=0, device="cpu", dtype=dtype, name=kind)
-    return model.with_stages(batch_invariant=True)
-
-
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
-_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
-INVARIANT_MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-    "Llama with a scaled rope": {
-        "architectures": ["LlamaForCausalLM"],
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    },
-    "Qwen2 with biases": {"architectures": ["Qwen2ForCausalLM"]},
-    "Mistral with a window": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
-    "experts": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS},
-    "FP8": {"architectures": ["Qwen3ForCausalLM"], **_FP8},
-    "experts in FP8": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS, **_FP8},
-}
-"""The fields of the batch-invariant models' configurations, by kind."""
 
 
 @functools.cache
@@ -163,14 +124,17 @@ class Load:
     calls: tuple[Call, ...]
     drafts: Drafts | None = None
 
-    def engine(self, run_ahead: int | None = None, model: Model | None = None) -> Engine:
-        """The engine, for `small_model()` or for another one."""
+    def engine(
+        self, run_ahead: int | None = None, model: Model | None = None, transport: Transport | None = None
+    ) -> Engine:
+        """The engine, for `small_model()` or for another one, in this thread or over another transport."""
         model = model or small_model()
         return Engine(
             model,
             self.limits,
             pipeline=self.pipeline,
             graph=self.graph,
+            transport=transport,
             run_ahead=self.run_ahead if run_ahead is None else run_ahead,
             num_logprobs=1,
             seed=0,
@@ -180,7 +144,13 @@ class Load:
 
 
 @st.composite
-def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES, masks: bool = False, adapters: bool = True) -> Load:
+def loads(
+    draw: st.DrawFn,
+    modes: tuple[str, ...] = MODES,
+    masks: bool = False,
+    adapters: bool = True,
+    stages: tuple[int, int] = (1, 3),
+) -> Load:
     """Up to four prompts, some with the same beginning, with several completions or with adapters. The engine's rows,
     pages and tokens per step may be scarce, and it may draft.
 
@@ -189,23 +159,24 @@ def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES, masks: bool = False, 
         masks: whether most prompts have a mask; then there are more prompts, at the same time, so that they share
         steps.
         adapters: whether some loads have adapters.
+        stages: the fewest and the most stages.
     """
     page_size, rows = draw(st.sampled_from((2, 4))), draw(st.integers(3 if masks else 1, 5))
-    stages = draw(st.integers(1, 3))
+    num_stages = draw(st.integers(*stages))
     names = draw(st.sampled_from(((None,), (None,), (None, *small_adapters())) if adapters else ((None,),)))
     calls = tuple(draw(_calls(names, masks)) for _ in range(draw(st.integers(3 if masks else 1, 4))))
     longest = max(len(call.prompt) + call.max_tokens for call in calls)
     pages = -(-longest // page_size)
     limits = EngineLimits(
         max_num_reqs=rows,
-        max_num_tokens=-(-rows // stages) + draw(st.sampled_from((0, 3, 20))),
+        max_num_tokens=-(-rows // num_stages) + draw(st.sampled_from((0, 3, 20))),
         max_model_len=longest,
         page_size=page_size,
         num_pages=pages + draw(st.sampled_from((0, 1, 3, 30))),
         mixed=draw(st.booleans()),
     )
     drafts = draw(st.one_of(st.none(), lookups(), models()))
-    return Load(limits, stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls, drafts)
+    return Load(limits, num_stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls, drafts)
 
 
 @st.composite

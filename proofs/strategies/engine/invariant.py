@@ -1,0 +1,108 @@
+"""Batch-invariant models of every kind, and loads of their engines over one of the transports."""
+
+import functools
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+
+from weft.batch import EMBEDDED
+from weft.proofs.strategies.engine.embeds import images
+from weft.proofs.strategies.engine.engines import VOCABULARY, Call, Load, loads
+from weft.stages.config import parse_config
+from weft.stages.model import Model
+from weft.stages.random_weights import random_model
+from weft.transforms.engine.prompts import EmbedsPrompt
+
+_LAYERS = 4
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
+_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
+INVARIANT_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "Llama with a scaled rope": {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "Qwen2 with biases": {"architectures": ["Qwen2ForCausalLM"]},
+    "Mistral with a window": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "Qwen2-VL with images": {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "eos_token_id": None,
+    },
+    "experts": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS},
+    "FP8": {"architectures": ["Qwen3ForCausalLM"], **_FP8},
+    "experts in FP8": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS, **_FP8},
+}
+"""The fields of the batch-invariant models' configurations, by kind; each architecture has a kind."""
+
+
+@functools.cache
+def invariant_model(kind: str) -> Model:
+    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several orders."""
+    config = parse_config(
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": _LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+            **INVARIANT_MODELS[kind],
+        },
+        source=f"a model of {kind}",
+    )
+    dtype = torch.bfloat16 if config.fp8 is not None else torch.float32
+    model = random_model(config, seed=0, device="cpu", dtype=dtype, name=kind)
+    return model.with_stages(batch_invariant=True)
+
+
+@attrs.frozen
+class InvariantLoad:
+    """A batch-invariant model, and an engine's load.
+
+    Args:
+        kind: of the model, one of `INVARIANT_MODELS`.
+        prompts: for each call of the load, the prompt with an image and positions that replaces its own; or None.
+        has_threads: whether each stage runs in a thread of its own.
+    """
+
+    kind: str
+    load: Load
+    prompts: tuple[EmbedsPrompt | None, ...]
+    has_threads: bool
+
+    def prompt(self, index: int) -> tuple[int, ...] | EmbedsPrompt:
+        """The prompt of a call."""
+        given = self.prompts[index]
+        return self.load.calls[index].prompt if given is None else given
+
+
+@st.composite
+def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> InvariantLoad:
+    """A model and a load of 1 to 4 stages, in threads or not. If the model has mRoPE, most prompts have positions, and
+    most of these an image.
+
+    Args:
+        stages: the fewest and the most stages.
+    """
+    kind = draw(st.sampled_from(tuple(INVARIANT_MODELS)))
+    load = draw(loads(adapters="FP8" not in kind, stages=stages))
+    config, prompts = invariant_model(kind).config, list[EmbedsPrompt | None]()
+    for index, call in enumerate(load.calls):
+        has_image = config.rope.mrope_section is not None and draw(st.integers(0, 3)) < 3
+        prompts.append(draw(images(call.prompt, config.hidden_size, index % 2)) if has_image else None)
+    calls = tuple(map(_without_prompt_logprobs, load.calls, prompts))
+    has_threads = load.pipeline > 1 and draw(st.booleans())
+    return InvariantLoad(kind, attrs.evolve(load, calls=calls), tuple(prompts), has_threads)
+
+
+def _without_prompt_logprobs(call: Call, prompt: EmbedsPrompt | None) -> Call:
+    """The call, which asks for no prompt logprobs if its prompt has embeddings, which have none."""
+    if prompt is None or EMBEDDED not in prompt.ids:
+        return call
+    return attrs.evolve(call, sampling=attrs.evolve(call.sampling, prompt_logprobs=None))
