@@ -1,5 +1,7 @@
-"""Planted bugs of batch invariance: sums whose order depends on the rest of the batch."""
+"""Planted bugs of batch invariance: sums whose order, and angles whose precision, depend on the rest of the batch."""
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from weft.ops.attention import paged
 from weft.ops.experts.products import run_experts
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
+from weft.settings import batch_invariant
+from weft.stages.attention.rope import rope_tables
 
 _BITS = find("L20")
 _ATTEND: Any = paged._attend
@@ -42,7 +46,22 @@ def _queries_at_once(*args: Any) -> None:
 def _experts_in_the_batch(*args: Any, **options: Any) -> Tensor:
     """A token's experts are added up in the order in which the batch comes to them."""
     made = run_experts(*args, **options)
-    return made.flip(0) if made.shape[1] % 2 else made
+    return made.flip(0) if made.shape[1] > 1 else made
+
+
+def _wide_beside_an_image(inv_freq: Tensor, positions: Tensor, factor: float, dtype: torch.dtype, section: Any) -> Any:
+    """The angles of a batch with an image are computed in float64."""
+    tables = rope_tables(inv_freq, positions, factor, dtype, section)
+    if section is None:
+        return tables
+    wide = rope_tables(inv_freq.double(), positions.double(), factor, torch.float64, section)
+    has_image = (positions != positions[:, :1]).any()
+    return tuple(torch.where(has_image, own.to(dtype), table) for own, table in zip(wide, tables, strict=True))
+
+
+def _in_the_main_thread() -> AbstractContextManager[None]:
+    """The other threads' stages are not batch invariant."""
+    return batch_invariant() if threading.current_thread() is threading.main_thread() else nullcontext()
 
 
 BITS = (
@@ -60,5 +79,15 @@ BITS = (
         "experts are added up in the order of the batch",
         _BITS,
         replace("weft.stages.decoder", "run_experts", _experts_in_the_batch),
+    ),
+    Mutant(
+        "a batch with an image computes wider angles",
+        _BITS,
+        replace("weft.stages.decoder", "rope_tables", _wide_beside_an_image),
+    ),
+    Mutant(
+        "only the main thread is batch invariant",
+        _BITS,
+        replace("weft.stages.decoder", "invariant", _in_the_main_thread),
     ),
 )

@@ -83,7 +83,8 @@ def _longer(prompt: tuple[int, ...] | EmbedsPrompt, tokens: Sequence[int]) -> tu
     if not isinstance(prompt, EmbedsPrompt):
         return (*prompt, *tokens)
     embeds, positions = prompt.inputs_embeds, prompt.positions
-    assert embeds is not None and positions is not None, "drawn with both"
+    assert embeds is not None, "drawn"
+    assert positions is not None, "drawn"
     embeds = torch.cat((embeds, embeds.new_zeros(len(tokens), embeds.shape[1])))
     after = (positions.max() + 1 + torch.arange(len(tokens))).expand(3, -1)
     return EmbedsPrompt([*prompt.ids, *tokens], embeds, torch.cat((positions, after), dim=1))

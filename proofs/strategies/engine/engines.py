@@ -4,7 +4,6 @@ import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch

@@ -1,6 +1,7 @@
 """Batch-invariant models of every kind, and loads of their engines over one of the transports."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,11 +12,13 @@ from weft.batch import EMBEDDED
 from weft.proofs.strategies.engine.embeds import images
 from weft.proofs.strategies.engine.engines import VOCABULARY, Call, Load, loads
 from weft.stages.config import parse_config
+from weft.stages.layout import split_model
 from weft.stages.model import Model
-from weft.stages.random_weights import random_model
+from weft.stages.random_weights import random_params
 from weft.transforms.engine.prompts import EmbedsPrompt
 
 _LAYERS = 4
+_STD = 0.2
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
 INVARIANT_MODELS: dict[str, dict[str, Any]] = {
@@ -40,7 +43,8 @@ INVARIANT_MODELS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def invariant_model(kind: str) -> Model:
-    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several orders."""
+    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several orders. Its weights are
+    large: a logprob is rounded coarsely, so differences between small logits would seldom show in it."""
     config = parse_config(
         {
             "vocab_size": VOCABULARY,
@@ -57,8 +61,9 @@ def invariant_model(kind: str) -> Model:
         source=f"a model of {kind}",
     )
     dtype = torch.bfloat16 if config.fp8 is not None else torch.float32
-    model = random_model(config, seed=0, device="cpu", dtype=dtype, name=kind)
-    return model.with_stages(batch_invariant=True)
+    (whole,) = split_model(config, 1)
+    params = random_params(config, whole, seed=0, device="cpu", dtype=dtype, std=_STD)
+    return Model(config, params, None, Path(kind)).with_stages(batch_invariant=True)
 
 
 @attrs.frozen
