@@ -18,6 +18,7 @@ from .stages.model import Model as Model, load as load
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.generate import Completion as Completion, generate as generate
+from .transforms.engine.logprobs import logprobs as logprobs
 from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation
 from .transforms.engine.outputs import RequestOutput as RequestOutput
 from .transforms.engine.prompts import EmbedsPrompt as EmbedsPrompt

@@ -1,0 +1,143 @@
+"""`weft.logprobs`: equal to transformers with its gradients, and to the sampler's bits in a batch-invariant model."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from gradients import (
+    LENGTHS,
+    MODELS,
+    SIZES,
+    build,
+    gradients_of,
+    next_token_loss,
+    prompts_of,
+    recorded,
+    saved,
+    their_gradients,
+    untied,
+    worst,
+)
+from refusal import refused
+
+import weft
+from weft.errors import DerivativeError, RequestError
+from weft.proofs.strategies.engine.engines import INVARIANT_MODELS, invariant_model
+from weft.stages.model import Model
+from weft.trees import tree_leaves, tree_map
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SEQUENCES = prompts_of([max(length, 2) for length in LENGTHS])
+TOLERANCE = 2e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of parameters that require grad, and by torch.func; of tied weights, too."""
+    architecture, fields = MODELS[name]
+    theirs = build(architecture, {**SIZES, **fields})
+    model = saved(theirs, tmp_path / "model")
+    with torch.no_grad():
+        losses = [float(next_token_loss(theirs(input_ids=torch.tensor([ids])).logits[0], ids)) for ids in SEQUENCES]
+    wanted = their_gradients(theirs, SEQUENCES, tmp_path / "gradients")
+
+    def loss(params: Any) -> torch.Tensor:
+        return -torch.cat(weft.logprobs(attrs.evolve(model, params=params), SEQUENCES)).sum()
+
+    found = weft.logprobs(model, SEQUENCES)
+    assert [x.shape for x in found] == [(len(ids) - 1,) for ids in SEQUENCES]
+    assert not any(x.requires_grad for x in found)
+    assert [-float(x.sum()) for x in found] == pytest.approx(losses, rel=1e-5)
+    own = recorded(model.params)
+    loss(own).backward()
+    for gradients in (gradients_of(own), torch.func.grad(loss)(model.params)):
+        is_one = gradients.embed_tokens is gradients.lm_head
+        whole = untied(gradients) if model.config.tie_word_embeddings and not is_one else gradients
+        assert worst(whole, wanted)[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", INVARIANT_MODELS)
+def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
+    """All sequences in one batch, or each alone; with a record for autograd, and without one."""
+    model = invariant_model(kind)
+    model = attrs.evolve(model, params=tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, model.params))
+    prompts = prompts_of((19, 1, 7, 2), vocab_size=7)
+    ways: tuple[dict[str, Any], ...] = ({"graph": "full"}, {"graph": "piecewise", "pipeline": 2})
+    for way in ways:
+        said = weft.generate(model, prompts, max_tokens=12, temperature=1.0, seed=5, **way)
+        sequences = [ids + one.token_ids for ids, one in zip(prompts, said, strict=True)]
+        models, is_fp8 = [model], model.config.fp8 is not None
+        if not is_fp8:
+            models.append(attrs.evolve(model, params=recorded(model.params)))
+        for own in models:
+            alone = [weft.logprobs(own, [ids])[0] for ids in sequences]
+            for found in (weft.logprobs(own, sequences), alone):
+                assert all(x.requires_grad == (own is not model) for x in found)
+                pairs = zip(found, prompts, said, strict=True)
+                assert all(x[len(ids) - 1 :].tolist() == one.logprobs for x, ids, one in pairs)
+
+
+def test_gradients_of_a_batch_invariant_model_are_those_of_the_fast_one() -> None:
+    """Up to rounding, for every parameter."""
+    exact = invariant_model("experts")
+    fast = attrs.evolve(exact, functions=attrs.evolve(exact.functions, batch_invariant=False))
+    found = []
+    for model in (exact, fast):
+        params, sequences = recorded(model.params), prompts_of((20, 9), vocab_size=7)
+        torch.cat(weft.logprobs(attrs.evolve(model, params=params), sequences)).sum().backward()
+        found.append([x.grad for x in tree_leaves(params) if torch.is_tensor(x) and x.grad is not None])
+    assert len(found[0]) == len(found[1]) > 20
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+def test_a_text_and_the_model_s_limit(demo: Model) -> None:
+    text, ids = "A list of the lines", demo.encode("A list of the lines")
+    [by_text], [by_ids] = weft.logprobs(demo, [text]), weft.logprobs(demo, [tuple(ids)])
+    assert torch.equal(by_text, by_ids)
+    most = demo.config.max_position_embeddings
+    assert [len(x) for x in weft.logprobs(demo, [[65] * most, [65, 66]])] == [most - 1, 1]
+
+
+CALL = "weft.logprobs(model, sequences)"
+LISTS = "a list of sequences, each a string or a list of token ids"
+SIZE, IDS = "2 to 512 tokens, the model's limit", "token ids are ints from 0 to 256"
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "a text": ("An", "sequences='An'", LISTS),
+    "one sequence": ([65, 66], "sequences=[65, 66]", LISTS),
+    "none": ([], "sequences=[]", LISTS),
+    "one token": (["An", "A"], "sequences[1] has 1 token; the first one has no logprob", SIZE),
+    "no token": ([[]], "sequences[0] has 0 tokens; the first one has no logprob", SIZE),
+    "beyond the limit": ([[65] * 513], "sequences[0] has 513 tokens; the first one has no logprob", SIZE),
+    "not a token": ([[65, 257]], "sequences[0] holds 257", IDS),
+    "a float": ([[65, 1.0]], "sequences[0] holds 1.0", IDS),
+    "a tensor": (
+        [torch.tensor([65, 66])],
+        "sequences[0] is a Tensor",
+        "a string or a list of token ids; of a tensor, its .tolist()",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_sequence_is_refused(demo: Model, case: str) -> None:
+    sequences, seen, instead = REFUSED[case]
+    with refused(RequestError, CALL, seen, instead):
+        weft.logprobs(demo, sequences)
+
+
+def test_a_stage_of_a_model_and_derivatives_in_fp8_are_refused() -> None:
+    stage = weft.load("demo", "cpu", stage=(0, 2))
+    with refused(RequestError, CALL, f"model={stage!r}", "a whole model: weft.load(path)"):
+        weft.logprobs(stage, ["An"])
+    model = invariant_model("FP8")
+    trained = attrs.evolve(model, params=attrs.evolve(model.params, norm=model.params.norm.clone().requires_grad_()))
+    weft.logprobs(trained, [[1, 2]])[0].sum().backward()  # after all that is rounded
+    embedding = model.params.embed_tokens
+    assert embedding is not None
+    trained = attrs.evolve(model, params=attrs.evolve(model.params, embed_tokens=embedding.clone().requires_grad_()))
+    with pytest.raises(DerivativeError, match="values that are rounded to FP8"):
+        weft.logprobs(trained, [[1, 2]])
