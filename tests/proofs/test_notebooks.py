@@ -29,7 +29,14 @@ from weft.proofs.notebook_outputs import (
 )
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("1-first-steps", "2-a-pipeline-is-a-program", "3-a-real-model", "4-research", "5-proofs")
+NAMES = (
+    "1-first-steps",
+    "2-a-pipeline-is-a-program",
+    "3-a-real-model",
+    "4-research",
+    "5-proofs",
+    "6-sampler-and-trainer",
+)
 OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
 """torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored elsewhere too."""
 MOST_BYTES = 350_000

@@ -1,6 +1,6 @@
-"""`logprobs`: the logprobs of given tokens, in one step that can be differentiated."""
+"""`logprobs`: the logprobs of given tokens, which can be differentiated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -17,15 +17,15 @@ from weft.transforms.graphs.ladder import Limits
 
 
 def logprobs(model: Model, sequences: Sequence[str | Sequence[int]]) -> list[Tensor]:
-    """The logprobs of each sequence's tokens but the first, read in one step, with gradients.
+    """The logprobs of each sequence's tokens but the first, with gradients, from one pass over each.
 
     Gradients go to the model's parameters: to those that require grad, or to those that a transform of torch.func
     follows, as `attrs.evolve(model, params=...)` inside the function that it transforms. A sampler's logprobs of the
     same tokens differ from these by rounding, unless the model is batch invariant: then they are the same bits, with
     autograd and without gradients. A transform of torch.func computes the reference's values, which differ by rounding.
 
-    The step is eager and reads all sequences as one batch: memory grows with the number of all tokens. To save it, pass
-    a part of the sequences at a time. Stages of one's own find their extras at their defaults.
+    Steps are eager. Short sequences share one, and a long one has its own. Autograd keeps what backward() needs of all:
+    to save memory, pass a part of the sequences at a time. Stages of one's own find their extras at their defaults.
 
     Args:
         model: from `weft.load`, all of it.
@@ -54,14 +54,33 @@ def logprobs(model: Model, sequences: Sequence[str | Sequence[int]]) -> list[Ten
     for index, ids in enumerate(every):
         _check_sequence(call, model, f"sequences[{index}]", ids)
 
-    lengths = [len(own) - 1 for own in every]
+    lengths = [len(ids) - 1 for ids in every]
     runner = make_runner(model, Limits(len(every), sum(lengths)), mode="none")
-    state = make_state(model, runner.layouts, lengths)
-    batch = Batch.ragged(range(len(every)), [own[:-1] for own in every], device=model.device)
-    targets = torch.tensor([token for own in every for token in own[1:]])
-    _, out = runner.step(runner.params, state, attrs.evolve(batch, targets=to_device(targets, model.device)))
-    assert out.prompt_logprobs is not None, "the batch has targets"
-    return list(out.prompt_logprobs.split(lengths))
+    found: list[Tensor] = []
+    for group in _groups(every):
+        counts = lengths[len(found) : len(found) + len(group)]
+        batch = Batch.ragged(range(len(group)), [ids[:-1] for ids in group], device=model.device)
+        targets = to_device(torch.tensor([token for ids in group for token in ids[1:]]), model.device)
+        state = make_state(model, runner.layouts, counts)
+        _, out = runner.step(runner.params, state, attrs.evolve(batch, targets=targets))
+        assert out.prompt_logprobs is not None, "the batch has targets"
+        found += out.prompt_logprobs.split(counts)
+    return found
+
+
+_MOST_QUERIES = 4096
+
+
+def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """The sequences in groups, one step each. Attention that is differentiated has a row of queries for each sequence,
+    as long as the batch: many short sequences share a step, and long ones have a step of their own."""
+    group: list[Sequence[int]] = []
+    for ids in sequences:
+        if group and (len(group) + 1) * (sum(map(len, group)) + len(ids)) > _MOST_QUERIES:
+            yield group
+            group = []
+        group.append(ids)
+    yield group
 
 
 _RULES: dict[str, Rule] = {

@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", INVARIANT_MODELS)
 def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
-    """All sequences in one batch, or each alone; with a record for autograd, and without one."""
+    """All sequences at once, or each alone; with a record for autograd, and without one."""
     model = invariant_model(kind)
     model = attrs.evolve(model, params=tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, model.params))
     prompts = prompts_of((19, 1, 7, 2), vocab_size=7)
