@@ -74,7 +74,9 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
             models.append(attrs.evolve(model, params=recorded(model.params)))
         for own in models:
             alone = [weft.logprobs(own, [ids])[0] for ids in sequences]
-            for found in (weft.logprobs(own, sequences), alone):
+            many = weft.logprobs(own, sequences * 8)  # in several steps
+            assert len(many) == 8 * len(sequences)
+            for found in (weft.logprobs(own, sequences), alone, many[: len(sequences)], many[-len(sequences) :]):
                 assert all(x.requires_grad == (own is not model) for x in found)
                 pairs = zip(found, prompts, said, strict=True)
                 assert all(x[len(ids) - 1 :].tolist() == one.logprobs for x, ids, one in pairs)
