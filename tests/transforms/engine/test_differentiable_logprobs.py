@@ -136,10 +136,11 @@ def test_a_stage_of_a_model_and_derivatives_in_fp8_are_refused() -> None:
     with refused(RequestError, CALL, f"model={stage!r}", "a whole model: weft.load(path)"):
         weft.logprobs(stage, ["An"])
     model = invariant_model("FP8")
-    trained = attrs.evolve(model, params=attrs.evolve(model.params, norm=model.params.norm.clone().requires_grad_()))
-    weft.logprobs(trained, [[1, 2]])[0].sum().backward()  # after all that is rounded
-    embedding = model.params.embed_tokens
+    norm, embedding = model.params.norm, model.params.embed_tokens
+    assert norm is not None
     assert embedding is not None
+    trained = attrs.evolve(model, params=attrs.evolve(model.params, norm=norm.clone().requires_grad_()))
+    weft.logprobs(trained, [[1, 2]])[0].sum().backward()  # the last norm: nothing after it is rounded
     trained = attrs.evolve(model, params=attrs.evolve(model.params, embed_tokens=embedding.clone().requires_grad_()))
     with pytest.raises(DerivativeError, match="values that are rounded to FP8"):
         weft.logprobs(trained, [[1, 2]])
