@@ -118,11 +118,14 @@ def compared(said: Said, expected: Said) -> dict[str, Any]:
     return {"completions": len(pairs), "equal": equal, "tokens": every, "same_tokens": tokens, "difference": most}
 
 
-def run(here: Here, options: Bench, names: Sequence[str], count: int, output_len: int) -> list[dict[str, Any]]:
+def run(
+    here: Here, options: Bench, names: Sequence[str], count: int, output_len: int, with_fast: bool
+) -> list[dict[str, Any]]:
     """Serve, and return the rows; the first rank prints them as they come."""
     fast, rows = open_model(options, here), list[dict[str, Any]]()
     asked = requests(fast.config.vocab_size, count, output_len)
-    for invariant, model in ((True, fast.with_stages(batch_invariant=True)), (False, fast)):
+    models = (True, fast.with_stages(batch_invariant=True)), (False, fast)
+    for invariant, model in models[: 1 + with_fast]:
         kept = names if invariant else [name for name in names if name in ("alone", "full_and_piecewise")]
         expected: Said = {}
         for name in ["alone", *(name for name in kept if name != "alone"), "teacher-forced"]:
@@ -160,10 +163,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-len", type=int, default=256, metavar="N", help="of the longest completion (256)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)")
     parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
+    parser.add_argument("--fast", action=argparse.BooleanOptionalAction, default=True, help="the fast mode, too")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
-    rows = in_ranks(run, options, options, given.ways, given.requests, given.output_len)
+    rows = in_ranks(run, options, options, given.ways, given.requests, given.output_len, given.fast)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport, "rows": rows}
