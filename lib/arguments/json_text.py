@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 import attrs
 
 from weft.arguments.checks import is_int, is_number, kind_of
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RequestError
 
 _MOST_LEVELS = 100
 _MOST_BYTES = 2**26
@@ -71,6 +71,35 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     except ValueError as error:
         fault = f"is not JSON: {error}"
     raise ConfigError(call, f"{path.name} {fault}", f"copy {path.name} again from where the checkpoint came from")
+
+
+def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[str, Any]]:
+    """The values in a file with one JSON text per line, each with its line's name. Empty lines are skipped.
+
+    Args:
+        what, forms: what a line holds, and what to write instead, for errors.
+
+    Raises:
+        RequestError: the file cannot be read, a line is not JSON, or all are empty. The error names `call`.
+    """
+    text, fault = "", (f"no {what} in it", forms)
+    try:
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        fault = f"it cannot be read: {error}", "a file of UTF-8 text"
+    if len(text) > _MOST_BYTES:
+        text, fault = "", (f"more than {_MOST_BYTES} characters", "a part of it")
+    found = list[tuple[str, Any]]()
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                found.append((f"line {number}", parse_json(line)))
+            except ValueError as error:
+                raise RequestError(call, f"line {number} is not JSON: {error}", forms) from error
+    if not found:
+        raise RequestError(call, *fault)
+    return found
 
 
 # cattrs 26.1, tried in its place, structures {"vocab_size": 64.5, "rms_norm_eps": "1e-6", "tie_word_embeddings": 1}

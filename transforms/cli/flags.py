@@ -68,7 +68,8 @@ NAMED = value(
     "MODULE:F", str, lambda own: re.fullmatch(r"[\w.]+:\w+", own) is not None, "module:function, as in steering:steered"
 )
 DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
-WORD = {"metavar": "MODEL", "positional": True}
+DIRS = {"metavar": "DIR", "action": "append"}
+WORD, CERTIFICATES = {"metavar": "MODEL", "positional": True}, {"metavar": "CERTIFICATES", "positional": True}
 SWITCH = {"action": "store_true"}
 TEXT_ONCE = {"metavar": "TEXT"}
 TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}

@@ -12,7 +12,7 @@ from weft.display.quantities import counted
 from weft.stages.adapters import load_adapter
 from weft.stages.model import Model
 from weft.transforms.cli.options import Generate
-from weft.transforms.cli.printing import printable, show
+from weft.transforms.cli.printing import check_file, printable, show, write_file
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
 from weft.transforms.engine.generate import Completion, generate
 
@@ -27,9 +27,13 @@ def run(options: Generate) -> int:
     if options.chat and any(not isinstance(prompt, str) for prompt in options.prompt):
         options.refuse("--chat", "--prompt-ids", "--prompt TEXT: the text of a message")
     read_config(options)
-    completed = in_ranks(_complete, options, options)
+    check_file(options, "--certificates", options.certificates)
+    completed, certificates = in_ranks(_complete, options, options)
+    if certificates:
+        write_file(options, "--certificates", options.certificates, "".join(f"{text}\n" for text in certificates))
     if options.json:
-        without_times = attrs.filters.exclude(attrs.fields(Completion).times)  # those of this process's clock
+        fields = attrs.fields(Completion)
+        without_times = attrs.filters.exclude(fields.times, fields.provenance)  # those of this process
         print("\n".join(write_json(attrs.asdict(own, filter=without_times)) for _, own in completed))
     else:
         show(_shown(completed))
@@ -39,8 +43,8 @@ def run(options: Generate) -> int:
     return 1 if failed else 0
 
 
-def _complete(here: Here, options: Generate) -> Completed:
-    """This process's part of the work."""
+def _complete(here: Here, options: Generate) -> tuple[Completed, list[str]]:
+    """This process's part of the work: the completions, and the certificates of those that did not fail."""
     model = open_model(options, here)
     completions = generate(
         model,
@@ -56,7 +60,11 @@ def _complete(here: Here, options: Generate) -> Completed:
         progress=here.progress,
         chat=options.chat,
     )
-    return [(_as_text(model, prompt), one) for prompt, one in zip(options.prompt, completions, strict=True)]
+    wanted = [one for one in completions if options.certificates is not None and one.error is None]
+    certificates = [one.certificate().text() for one in wanted]
+    return [
+        (_as_text(model, prompt), one) for prompt, one in zip(options.prompt, completions, strict=True)
+    ], certificates
 
 
 def _chat(options: Generate, text: str | list[int]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import attrs
 
 from weft import __version__
 from weft.errors import CheckpointError, ConfigError, ConfigWarning, WeftError
-from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Options, Plan, Serve, flag_of, flagged
+from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Options, Plan, Serve, Verify, flag_of, flagged
 from weft.transforms.cli.printing import printable
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of the process.
 
     Returns:
-        0 for success; 1 if `demo` or `bench --eval` found a difference, or if a completion of `generate` ended with an
-        error; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 if the reader of stdout is gone.
+        0 for success; 1 if `demo`, `verify` or `bench --eval` found a difference, or if a completion of `generate`
+        ended with an error; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 if the reader of stdout is
+        gone.
 
     Raises:
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2); and on the ranks of torchrun
@@ -91,7 +92,7 @@ def in_flags(error: WeftError, words: Sequence[str]) -> str:
     return str(WeftError(call, seen, instead))
 
 
-_COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Serve, Bench, Plan)}
+_COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)}
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -138,8 +139,9 @@ def _add_flags(parser: argparse.ArgumentParser, own: type[Options]) -> None:
         elif name not in groups:
             groups[name] = parser.add_argument_group(name)
         if "positional" in field.metadata["kind"]:
-            word: dict[str, Any] = {"metavar": field.metadata["kind"]["metavar"], "help": help, "nargs": "?"}
-            groups[name].add_argument(field.name, default=argparse.SUPPRESS, **word)
+            word: dict[str, Any] = {"metavar": field.metadata["kind"]["metavar"], "help": help}
+            word |= {} if field.default is attrs.NOTHING else {"nargs": "?", "default": argparse.SUPPRESS}
+            groups[name].add_argument(field.name, **word)
             continue
         if type(field.default) in (int, float, str) and "default" not in help:
             help += f" (default {str(field.default).removesuffix('.0')})"

@@ -16,9 +16,11 @@ from weft.transforms.cli.flags import (
     ADAPTER,
     ATTENTION,
     BANDWIDTH,
+    CERTIFICATES,
     COUNT,
     DEVICE,
     DIR,
+    DIRS,
     DTYPES,
     FILE,
     IDS,
@@ -62,7 +64,13 @@ GROUPS = (
 )
 """The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
 
-NEEDS = {"draft": "speculate", "system": "chat", "input_len": "output_len", "output_len": "input_len"}
+NEEDS = {
+    "draft": "speculate",
+    "system": "chat",
+    "input_len": "output_len",
+    "output_len": "input_len",
+    "certificates": "batch_invariant",
+}
 """Options that count for nothing without another one."""
 
 IDLE = {
@@ -258,6 +266,28 @@ class Generate(RunOptions):
     adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
     graph: str = _how("graph mode", MODES, "full")
     json: bool = _general("print one JSON object per completion, one per line", SWITCH, False)
+    certificates: str | None = _general(
+        "write each completion's certificate, for weft verify; needs --batch-invariant", FILE
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Verify(RunOptions):
+    """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit. Print
+    `equal`, or the first token that is not, and exit with 1 if one is not equal."""
+
+    command, usage = "verify", "CERTIFICATES --model DIR [options]"
+    summary = "compute certified completions again, and compare every bit"
+
+    certificate: str = _general("what weft generate --certificates wrote", CERTIFICATES, attrs.NOTHING)
+    model: str = _general(_FOLDER, DIR, attrs.NOTHING)
+    preset: None = None
+    json: bool = _general("print one JSON object per certificate, one per line", SWITCH, False)
+    adapter: Sequence[str] = _general("a LoRA adapter that a certificate names; may be repeated", DIRS, ())
+    graph: str = _how("graph mode", MODES, "full")
+    max_num_seqs: int = _how("completions that run at once", COUNT, 64)
+    max_num_tokens: int | None = _how("tokens per step, so that prompts are read in chunks", whole("N", 1, 2**17))
+    batch_invariant: bool = True
 
 
 @attrs.frozen(kw_only=True)

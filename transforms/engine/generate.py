@@ -1,6 +1,8 @@
 """`generate`: prompts in, completions out, with an engine of its own."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from math import exp
 from typing import Any, Literal, overload
@@ -18,11 +20,14 @@ from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify, changes
 from weft.transforms.engine.inputs import check_sampling, encode_prompt, most_logprobs
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests import Request
 from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.local import Local
 
 _RULES: dict[str, Rule] = {
     "max_tokens": COUNT,
@@ -64,6 +69,7 @@ class Completion:
         captured: [n, ...] by name: what the model's stages captured of each token that was read, those of the prompt
             first, all but the last (`weft.stages.sow`).
         times: when it was added to the engine, admitted, first heard of, and finished.
+        provenance: what made it, which `certificate()` reads; None: no model of this process did.
 
     Attributes:
         cumulative_logprob: the sum of `logprobs`.
@@ -84,6 +90,17 @@ class Completion:
     text_offsets: list[int] | None = attrs.field(default=None, repr=False)
     captured: dict[str, Tensor] = attrs.field(factory=dict, repr=False)
     times: RequestTimes = attrs.field(factory=RequestTimes, repr=False)
+    provenance: Provenance | None = attrs.field(default=None, repr=False, eq=False)
+
+    def certificate(self) -> Certificate:
+        """All that fixes the bits of this completion, for `weft.verify` to compute it again, in any split and mode. It
+        reads all weights. With stages in other processes, every rank makes the call.
+
+        Raises:
+            RequestError: the model is not batch invariant, its weights were changed since, or it is gone; or the
+                request had inputs that no certificate holds.
+        """
+        return certify(self.provenance, self)
 
     @property
     def cumulative_logprob(self) -> float:
@@ -249,11 +266,12 @@ def generate(
     inputs: list[Mapping[str, Tensor] | None] = _one_each(extras, len(encoded))
     for index, (ids, each, own, more) in enumerate(zip(encoded, params, adapters, inputs, strict=True)):
         engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more)
+    made = partial(Provenance, weakref.ref(model), transport or Local(), changes(model))
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs
     last = {(int(output.id), output.index): output for output in outputs}
-    return [_completion(last[key]) for key in sorted(last)]
+    return [_completion(last[key], partial(made, params[key[0]], adapters[key[0]])) for key in sorted(last)]
 
 
 def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput]:
@@ -264,7 +282,7 @@ def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput
             yield output
 
 
-def _completion(output: RequestOutput) -> Completion:
+def _completion(output: RequestOutput, made: Callable[[Request], Provenance]) -> Completion:
     state = output.track
     sampling = state.request.sampling
     with_prompt = sampling.prompt_logprobs is not None
@@ -283,6 +301,7 @@ def _completion(output: RequestOutput) -> Completion:
         text_offsets=state.text_offsets if state.tokenizer is not None else None,
         captured=state.captured,
         times=state.times,
+        provenance=made(state.request),
     )
 
 

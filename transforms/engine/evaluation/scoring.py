@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from weft.arguments.checks import Rule, check_values
-from weft.arguments.json_text import parse_json
+from weft.arguments.json_text import read_json_lines
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -17,8 +17,6 @@ from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 
-_MAX_FILE = 2**26
-"""The most characters of a task file."""
 _FORMS = 'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
 _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Bits per token by which modes may differ: batches are padded to other shapes, whose products round differently."""
@@ -177,30 +175,14 @@ def read_tasks(file: str | Path) -> list[Task]:
     Raises:
         RequestError: the file cannot be read, a line is not a task, or there is none.
     """
-    call, text, fault = f"read_tasks({str(file)!r})", "", ("no task in it", _FORMS)
-    try:
-        with Path(file).open(encoding="utf-8") as opened:
-            text = opened.read(_MAX_FILE + 1)
-    except (OSError, ValueError) as error:
-        fault = f"it cannot be read: {error}", "a file of UTF-8 text"
-    if len(text) > _MAX_FILE:
-        text, fault = "", (f"more than {_MAX_FILE} characters", "a part of it")
-    tasks = [_task(call, f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not tasks:
-        raise RequestError(call, *fault)
-    return tasks
+    call = f"read_tasks({str(file)!r})"
+    return [_task(call, name, found) for name, found in read_json_lines(Path(file), call, "task", _FORMS)]
 
 
-def _task(call: str, name: str, line: str) -> Task:
-    found: Any = None
-    fault = ""
-    try:
-        found = parse_json(line)
-    except ValueError as error:
-        fault = f"is not JSON: {error}"
-    fields = sorted(found) if isinstance(found, dict) else []
+def _task(call: str, name: str, found: Any) -> Task:
+    fault, fields = "", sorted(found) if isinstance(found, dict) else []
     empty = [field for field in fields if not isinstance(found[field], str) or not found[field]]
-    if not fault and fields not in (["text"], ["answer", "prompt"]):
+    if fields not in (["text"], ["answer", "prompt"]):
         fault = f"has {', '.join(map(repr, fields)) or 'no names'}"
     elif empty:
         fault = f"has {empty[0]}={found[empty[0]]!r:.200}"

@@ -210,7 +210,9 @@ def _source(code: CodeType, seen: set[int | str]) -> Iterator[str]:
     """The file of a function, and the function's place in it; code without a file (of `exec`) gives its bytecode."""
     yield code.co_qualname
     if linecache.getlines(code.co_filename):
-        yield repr(list(code.co_positions()))  # with columns: two lambdas may stand in one line
+        places = [place for place in code.co_positions() if None not in place]
+        starts, ends = ((a, c) for a, _, c, _ in places), ((b, d) for _, b, _, d in places)
+        yield repr((min(starts, default=None), max(ends, default=None)))  # with columns: two lambdas may be in a line
         yield from _file(code.co_filename, seen)
     else:
         for part in (code.co_code, code.co_names, *code.co_consts):
@@ -271,7 +273,7 @@ def _closure(function: FunctionType) -> Iterator[Any]:
 def _used(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     """The functions, classes, modules and constants of a module that code uses by name."""
     for name in code.co_names:
-        value = names.get(name)
+        value = names.get(name) if name.isidentifier() else None  # pytest puts "@pytest_ar" into code with asserts
         if isinstance(value, FunctionType | type | ModuleType):
             if _package(value) not in _VERSIONED:
                 yield value

@@ -1,0 +1,252 @@
+"""Certificates hold what fixes a completion's bits, survive a file, and any split and mode computes them again."""
+
+import copy
+import gc
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+import weft
+from weft.errors import ConfigError, RequestError
+from weft.proofs.strategies.engine.invariant import INVARIANT_MODELS, invariant_model
+from weft.proofs.strategies.sampling import sampling_params
+from weft.stages.layout import split_layers
+from weft.stages.model import Model
+from weft.stages.params import slice_params
+from weft.stages.random_weights import random_adapter
+from weft.transforms.engine.evaluation.certificates import digest_program, digest_weights
+from weft.transforms.engine.generate import generate
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.pipelines.transports.local import Local
+from weft.transforms.pipelines.transports.threads import Threads
+
+PROMPTS = ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9], [11])
+SAMPLED = weft.SamplingParams(temperature=1.0, top_k=9, n=2, logprobs=2, seed=5, stop_token_ids=[3])
+WAYS: dict[str, dict[str, Any]] = {
+    "as before": {},
+    "two stages": {"pipeline": 2, "graph": "none"},
+    "threads": {"pipeline": 3, "transport": Threads()},
+    "in chunks, with drafts": {
+        "graph": "piecewise",
+        "speculation": Speculation(2),
+        "limits": EngineLimits(max_num_reqs=2, max_num_tokens=3, max_model_len=20),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return invariant_model("Qwen3")
+
+
+@pytest.fixture(scope="module")
+def completions(model: Model) -> list[weft.Completion]:
+    return generate(model, PROMPTS, max_tokens=6, sampling=SAMPLED)
+
+
+@pytest.fixture
+def certificate(completions: list[weft.Completion]) -> weft.Certificate:
+    return completions[1].certificate()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", INVARIANT_MODELS)
+def test_any_split_and_mode_computes_it_again(kind: str, way: str) -> None:
+    own = invariant_model(kind)
+    certificates = [one.certificate() for one in generate(own, PROMPTS, max_tokens=6, sampling=SAMPLED)]
+    found = weft.verify(certificates, own, **WAYS[way])
+    assert [one.result for one in found] == ["equal"] * 6
+    assert all(one.equal and not one.other_facts for one in found)
+    [alone] = weft.verify(certificates[3], own, **WAYS[way])
+    assert alone.equal
+
+
+@given(sampling_params(12))
+def test_a_file_keeps_every_bit(sampling: weft.SamplingParams) -> None:
+    own = invariant_model("Qwen3")
+    [one] = [c.certificate() for c in generate(own, [[1, 2]], max_tokens=2, sampling=attrs.evolve(sampling, n=1))]
+    assert weft.Certificate.from_json(json.loads(one.text()), "", "") == one
+    assert one.sampling.seed == sampling.seed
+
+
+def test_it_is_saved_and_shown(certificate: weft.Certificate, tmp_path: Path) -> None:
+    certificate.save(tmp_path / "one.json")
+    assert weft.Certificate.load(tmp_path / "one.json") == certificate
+    shown = str(certificate)
+    for text in ("7 tokens", certificate.weights, certificate.program, torch.__version__, weft.__version__):
+        assert text in shown
+
+
+def tampered(one: weft.Certificate) -> dict[str, tuple[weft.Certificate, str]]:
+    ids, logprobs = one.token_ids, one.logprobs
+    other = (ids[1] + 1) % 12
+    above = torch.tensor(logprobs[2]).nextafter(torch.tensor(0.0)).item()
+    return {
+        "a token": (
+            attrs.evolve(one, token_ids=(ids[0], other, *ids[2:])),
+            f"token 1: {ids[1]}, certified {other}",
+        ),
+        "a bit of a logprob": (
+            attrs.evolve(one, logprobs=(*logprobs[:2], above, *logprobs[3:])),
+            f"token 2: logprob {logprobs[2]!r}, certified {above!r}",
+        ),
+        "its end": (
+            attrs.evolve(one, token_ids=ids[:-1], logprobs=logprobs[:-1]),
+            f"token {len(ids) - 1}: {ids[-1]}, certified none",
+        ),
+        "more than there is": (
+            attrs.evolve(one, token_ids=(*ids, 1), logprobs=(*logprobs, -1.0)),
+            f"token {len(ids)}: none, certified 1",
+        ),
+        "the reason": (attrs.evolve(one, finish_reason="abort"), "ends with 'length', certified 'abort'"),
+    }
+
+
+@pytest.mark.parametrize("what", ["a token", "a bit of a logprob", "its end", "more than there is", "the reason"])
+def test_the_first_difference_is_named(model: Model, what: str) -> None:
+    [one] = generate(model, [PROMPTS[0]], max_tokens=6, temperature=1.0, seed=1)
+    changed, expected = tampered(one.certificate())[what]
+    [found] = weft.verify(changed, model)
+    assert (found.result, found.equal) == (expected, False)
+    assert expected in str(found)
+
+
+def test_other_weights_are_not_equal_even_where_the_tokens_are(model: Model) -> None:
+    [one] = generate(model, [[1]], max_tokens=2)
+    assert model.params.embed_tokens is not None
+    changed = model.params.embed_tokens.clone()
+    changed[next(token for token in range(12) if token not in (1, *one.token_ids))] += 1e-3
+    other = attrs.evolve(model, params=attrs.evolve(model.params, embed_tokens=changed))
+    [found] = weft.verify(one.certificate(), other)
+    assert (found.result, found.equal, [*found.other_facts]) == ("equal", False, ["weights"])
+
+
+def test_the_facts_do_not_depend_on_the_split(model: Model) -> None:
+    class TwoRanks(Local):
+        def collect(self, value: Any) -> list[Any]:
+            parts.append(value)
+            return parts
+
+    parts: list[Any] = []
+    for layout in split_layers(model.config.num_layers, 2):
+        rank = attrs.evolve(model, params=slice_params(model.params, layout), layout=layout)
+        found = digest_weights(rank, TwoRanks()), digest_program(rank)
+    assert found == (digest_weights(model, Local()), digest_program(model))
+
+
+def louder(logits: Tensor, rows: Any, extras: Any) -> Tensor:
+    return 2 * logits
+
+
+def quieter(logits: Tensor, rows: Any, extras: Any) -> Tensor:
+    return logits / 2
+
+
+def test_the_program_is_that_of_the_stages_with_one_s_own_functions(model: Model) -> None:
+    made = [digest_program(one) for one in (model, model.with_stages(logits=louder), model.with_stages(logits=quieter))]
+    made.append(digest_program(model.with_stages(batch_invariant=True)))
+    made.append(digest_program(invariant_model("Llama with a scaled rope")))
+    assert made[3] == made[0]
+    assert len({*made}) == 4
+    own = model.with_stages(logits=louder)
+    [one] = generate(own, [[1, 2]], max_tokens=3, temperature=1.0, seed=0)
+    assert weft.verify(one.certificate(), own, pipeline=2)[0].equal
+    [found] = weft.verify(one.certificate(), model.with_stages(logits=quieter))
+    assert not found.equal
+    assert "program" in found.other_facts
+
+
+def test_an_adapter_is_part_of_it(model: Model) -> None:
+    layers = [f"model.layers.{layer}.mlp.down_proj" for layer in range(model.config.num_layers)]
+    first, second = (random_adapter(model.config, layers, rank=2, seed=seed, std=0.5) for seed in (1, 2))
+    own = generate(model, [[1, 2], [3]], max_tokens=4, adapter=[first, None])
+    certificates = [one.certificate() for one in own]
+    found = weft.verify(certificates, model, pipeline=2, adapters=[second, first])
+    assert [one.result for one in found] == ["equal", "equal"]
+    text = f"a completion of the adapter {certificates[0].adapter}, and adapters none"
+    with pytest.raises(RequestError, match=re.escape(text)):
+        weft.verify(certificates, model)
+
+
+def doubled(hidden: Tensor, batch: Any) -> Tensor:
+    return hidden
+
+
+def test_what_cannot_be_certified(model: Model) -> None:
+    def refused(completion: weft.Completion) -> str:
+        with pytest.raises(RequestError) as error:
+            completion.certificate()
+        return error.value.seen
+
+    fast = weft.load("demo", "cpu")
+    [one] = generate(fast, [[1]], max_tokens=1)
+    assert refused(one).startswith("a model that is not batch invariant")
+    [one] = generate(model, [[1]], max_tokens=1)
+    for moved in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one), weft.Completion(None, [1], [-1.0], "length")):
+        assert refused(moved) == "a completion that no model of this process made"
+    failed = attrs.evolve(one, error=RequestError("a", "b", "c"))
+    assert refused(failed) == "a completion that ended with an error: b"
+    embeds = torch.zeros(2, model.config.hidden_size)
+    [own] = generate(model, [weft.EmbedsPrompt([weft.EMBEDDED, weft.EMBEDDED], embeds)], max_tokens=1)
+    assert refused(own) == "a request with embeddings or positions of its own, which no certificate holds"
+    steered = model.with_stages(logits=lambda x, rows, extras: x * extras["by"], extras={"by": torch.ones(())})
+    [own] = generate(steered, [[1]], max_tokens=1, extras={"by": torch.tensor(2.0)})
+    assert refused(own) == "a request with inputs of its own for the model's stages, which no certificate holds"
+    changed = attrs.evolve(model, params=copy.deepcopy(model.params))
+    [own] = generate(changed, [[1]], max_tokens=1)
+    own.certificate()
+    assert changed.params.norm is not None
+    changed.params.norm.mul_(2)
+    assert refused(own) == "weights that were changed since"
+    del changed, steered
+    gc.collect()
+    assert refused(own) == "its model is gone"
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"format": "weft certificate 9"}, "format='weft certificate 9'"),
+        ({"token_ids": [1, -2]}, "token_ids=[1, -2]"),
+        ({"logprobs": [0.5]}, "logprobs=[0.5]"),
+        ({"logprobs": None}, "logprobs=None"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"sampling": {"seed": 1, "n": 2}}, "sampling.n"),
+        ({"sampling": {"seed": 1, "temperature": -1}}, "temperature=-1"),
+        ({"sampling": {"temperature": 1}}, "sampling={'temperature': 1}"),
+        ({"sampling": {"seed": 1, "logit_bias": {"x": 1}}}, "sampling with invalid literal"),
+        ({"versions": {"torch": 2}}, "versions={'torch': 2}"),
+        ({"weights": ""}, "weights=''"),
+    ],
+)
+def test_a_file_of_something_else(
+    certificate: weft.Certificate, tmp_path: Path, change: dict[str, Any], seen: str
+) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(json.loads(certificate.text()) | change))
+    with pytest.raises(ConfigError, match=re.escape(seen)) as error:
+        weft.Certificate.load(path)
+    assert "one.json, line 1," in error.value.seen
+    path.write_text("[1]")
+    with pytest.raises(ConfigError, match="no format"):
+        weft.Certificate.load(path)
+    path.write_text(certificate.text() + "\n" + certificate.text())
+    with pytest.raises(RequestError, match="2 certificates"):
+        weft.Certificate.load(path)
+    with pytest.raises(RequestError, match="cannot be read"):
+        weft.Certificate.load(tmp_path)
+
+
+def test_a_certificate_that_this_model_cannot_run(model: Model, certificate: weft.Certificate) -> None:
+    with pytest.raises(RequestError, match="holds 400"):
+        weft.verify(attrs.evolve(certificate, prompt=(400,)), model)
+    with pytest.raises(RequestError, match=re.escape("weft.Certificate.load(path), or a list of them")):
+        weft.verify([], model)

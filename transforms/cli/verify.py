@@ -1,0 +1,80 @@
+"""`weft verify`: compute certified completions again, and compare every bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.arguments.json_text import write_json
+from weft.display.quantities import counted
+from weft.display.tables import Table
+from weft.stages.adapters import load_adapter
+from weft.transforms.cli.options import Verify
+from weft.transforms.cli.printing import show
+from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
+from weft.transforms.engine.evaluation.certificates import Certificate, Verification, read_certificates, verify
+from weft.transforms.engine.options import EngineLimits
+
+_SHOWN = 24
+"""Characters of a fact that a line shows."""
+
+
+def run(options: Verify) -> int:
+    """Verify the certificates and print the results; the exit code is 1 unless all are equal."""
+    certificates = read_certificates(Path(options.certificate), f"weft verify {options.certificate}")
+    read_config(options)
+    found = in_ranks(_verify, options, options, certificates)
+    if options.json:
+        print("\n".join(write_json(_row(one)) for one in found))
+    else:
+        show(_shown(found))
+    return 0 if all(one.equal for one in found) else 1
+
+
+def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> list[Verification]:
+    """This process's part of the work."""
+    model = open_model(options, here)
+    longest = max(len(one.prompt) + one.max_tokens for one in certificates)
+    limits = EngineLimits(
+        max_num_reqs=min(options.max_num_seqs, len(certificates)),
+        max_num_tokens=options.max_num_tokens,
+        max_model_len=longest,
+        page_size=model.functions.page_size,
+    )
+    return verify(
+        certificates,
+        model,
+        pipeline=here.num_stages,
+        graph=options.graph,
+        transport=here.transport,
+        adapters=[load_adapter(model, folder) for folder in options.adapter],
+        speculation=open_drafts(options, here),
+        limits=limits,
+    )
+
+
+def _row(found: Verification) -> dict[str, Any]:
+    """A result, for JSON."""
+    facts = {name: {"here": own, "certified": other} for name, (own, other) in found.other_facts.items()}
+    first = found.first_difference
+    return {"equal": found.equal, "result": found.result, "first_difference": first, "other_facts": facts}
+
+
+def _shown(found: list[Verification]) -> Iterator[Any]:
+    """A line for each certificate, and once the facts that differ."""
+    rows = (
+        {"certificate": f"{number}", "tokens": f"{len(one.certificate.token_ids)}", "result": one.result}
+        for number, one in enumerate(found, 1)
+    )
+    yield Table.of(rows)
+    facts = {(name, *map(_short, pair)): None for one in found for name, pair in one.other_facts.items()}
+    if facts:
+        yield Table.of(
+            ({"other here": name, "here": own, "certified": other} for name, own, other in facts), "what differs"
+        )
+    equal = sum(one.equal for one in found)
+    yield f"{equal} of {counted(len(found), 'completion')} equal, bit for bit"
+
+
+def _short(fact: str) -> str:
+    """A fact without most of its digest."""
+    return f"{fact[:_SHOWN]}…" if len(fact) > _SHOWN else fact
