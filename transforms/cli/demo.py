@@ -1,4 +1,5 @@
-"""`weft demo`: generate from three prompts in four ways, and compare what they computed after every step."""
+"""`weft demo`: generate from three prompts in four ways, fast and batch invariant, and compare what they computed after
+every step."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from weft.transforms.engine.evaluation.comparison import (
     RunComparison,
     RunTrace,
     Way,
+    compare_alone,
     compare_runs,
     trace_run,
 )
@@ -35,11 +37,13 @@ BOTH = Way("both", 2, "full")
 WAYS = (EAGER, GRAPHIFIED, PIPELINED, BOTH)
 
 COMPARISONS = ((GRAPHIFIED, EAGER), (PIPELINED, EAGER), (BOTH, EAGER), (BOTH, PIPELINED))
-"""The ways that are compared; bitwise if they have the same number of stages, and so of micro-batches."""
+"""The ways that are compared; bitwise if they have the same number of stages, and so of micro-batches, or if the model
+is batch invariant."""
 
 
 def run(options: Demo) -> int:
-    """Run the four ways, compare them and print the result; the exit code is 1 if a comparison does not hold.
+    """Run the four ways and each prompt alone, with the model and with the batch-invariant one, compare them and print
+    the result; the exit code is 1 if a comparison does not hold.
 
     Raises:
         DeviceError: this machine does not have the device.
@@ -54,17 +58,36 @@ def run(options: Demo) -> int:
         if model.device.type == "cpu":  # with matrices this small, several threads wait for each other
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        bar = tqdm(WAYS, "demo", leave=False, disable=not sys.stderr.isatty())
-        traces = {way: trace_run(model, way, prompts, max_tokens) for way in bar}
-        found = [compare_runs(traces[way], traces[against]) for way, against in COMPARISONS]
+        exact = model.with_stages(batch_invariant=True)
+        with tqdm(total=2 * (len(WAYS) + len(prompts)), desc="demo", leave=False, disable=not _in_terminal()) as bar:
+            fast, found = _run(model, prompts, max_tokens, bar)
+            _, found_exact = _run(exact, prompts, max_tokens, bar)
     threads = " with 1 thread" if model.device.type == "cpu" else ""
     size = f"{model.config.num_layers} layers, {num_bytes(model.params) / 2**20:.1f} MiB in float32"
     show([f"{model.config.architecture}, {size}, on {model.device}{threads}"])
     show([f"{len(PROMPTS)} prompts in one batch, up to {max_tokens} tokens each, greedy\n"])
-    show(_texts(model, [*traces.values()]))
-    show(_speed(model, [*traces.values()]))
-    show(_differences(found))
-    return 1 if any([*c.faults()] for c in found) else 0
+    show(_texts(model, fast))
+    show(_speed(model, fast))
+    show(_differences(found, found_exact))
+    return 1 if any([*c.faults()] for c in (*found, *found_exact)) else 0
+
+
+def _in_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _run(
+    model: Model, prompts: list[list[int]], max_tokens: int, bar: "tqdm[Any]"
+) -> tuple[list[RunTrace], list[RunComparison]]:
+    """The runs in the four ways; and their comparisons with each other, and with each prompt alone."""
+
+    def traced(way: Way, *own: list[int]) -> RunTrace:
+        bar.update()
+        return trace_run(model, way, own, max_tokens)
+
+    traces = {way: traced(way, *prompts) for way in WAYS}
+    alone = compare_alone(traces[EAGER], [traced(EAGER, prompt) for prompt in prompts])
+    return [*traces.values()], [*(compare_runs(traces[way], traces[other]) for way, other in COMPARISONS), alone]
 
 
 def _texts(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
@@ -89,23 +112,32 @@ def _speed(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
     )
 
 
-def _differences(found: Sequence[RunComparison]) -> Iterator[Any]:
+def _differences(found: Sequence[RunComparison], exact: Sequence[RunComparison]) -> Iterator[Any]:
     """The differences, and whether all ways are equal."""
     yield Table.of((c.row for c in found), "largest difference after any step")
     yield Text(
-        "tables: each stage's requests. KV pages: all layers. allowed 0: both ways compute in the same shapes, so the "
-        "bits are equal. A pipelined batch runs as micro-batches, and matrix products of other shapes round "
-        "differently.\n",
+        "tables: each stage's requests. KV pages: all layers. alone: each prompt by itself. allowed 0: both ways "
+        "compute in the same shapes, so the bits are equal. A pipelined batch runs as micro-batches, and matrix "
+        "products of other shapes round differently.\n",
         style="dim",
     )
-    faults = {f"{c.way.name} against {c.against.name}": [*c.faults()] for c in found}
-    broken = [Text(f"{ways}: {'; '.join(own)}", style="red") for ways, own in faults.items() if own]
-    logits, state = (error_size(max(c.sizes[name] for c in found)) for name in ("logits", "KV pages"))
+    yield Table.of((c.row for c in exact), "the same with batch_invariant=True, where nothing may differ")
+    yield ""
+    broken = [*_broken("", found), *_broken("batch invariant, ", exact)]
+    logits, state = (error_size(max(c.sizes.get(name, 0.0) for c in found)) for name in ("logits", "KV pages"))
     if broken:
         yield from (*broken, Text("NOT EQUAL: the four ways did not compute the same.", style="bold red"))
     else:
         yield Text(
             f"EQUAL after each of {found[0].steps} steps: identical tokens; logits within {logits} and state within "
-            f"{state} of the eager run's, allowed {error_size(TOLERANCE)}, and 0 in the same shapes.",
+            f"{state} of the eager run's, allowed {error_size(TOLERANCE)}, and 0 in the same shapes. Batch invariant: "
+            "0 difference in any way of running.",
             style="bold green",
         )
+
+
+def _broken(mode: str, found: Sequence[RunComparison]) -> Iterator[Text]:
+    for comparison in found:
+        if faults := [*comparison.faults()]:
+            ways = f"{comparison.way.name} against {comparison.against.name}"
+            yield Text(f"{mode}{ways}: {'; '.join(faults)}", style="red")

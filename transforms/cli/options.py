@@ -231,7 +231,8 @@ class WeightOptions(RunOptions):
 @attrs.frozen(kw_only=True)
 class Demo(Options):
     """Generate from three prompts with the checkpoint that weft ships: eagerly, graphified, pipelined over 2 stages,
-    and both. Compare tokens, logits and state after every step, and exit with 1 if they differ."""
+    both, and each prompt alone; fast, and batch invariant. Compare tokens, logits and state after every step, and exit
+    with 1 if they differ by more than rounding, or in any bit of the batch-invariant model."""
 
     command, summary = "demo", "see that graphs and pipelines change no result"
 

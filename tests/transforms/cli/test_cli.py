@@ -27,7 +27,7 @@ from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.threads import Threads
 
-FIELDS = [field.name for field in attrs.fields(Completion) if field.name != "times"]
+FIELDS = [field.name for field in attrs.fields(Completion) if field.name not in ("times", "provenance")]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,11 @@ def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:
         "pipelined": ["0", "0", "20"],
         "both": ["4", "16", "4"],
     }
-    assert [row[-1] for row in rows if row[1:2] in (["eager"], ["pipelined"])] == ["holds"] * 4
+    compared = [row for row in rows if row[-1:] == ["holds"]]
+    assert len(compared) == 10
+    assert [row[2:] for row in compared[5:9]] == [["equal", "equal", "0", "0", "0", "holds"]] * 4
+    assert compared[9] == ["eager", "alone", "equal", "0", "0", "holds"]
+    assert "Batch invariant: 0 difference in any way of running." in " ".join(out.split())
     assert "EQUAL after each of 5 steps: identical tokens" in " ".join(out.split())
 
 
@@ -90,6 +94,18 @@ def test_demo_finds_a_planted_difference(run: Weft, monkeypatch: pytest.MonkeyPa
     assert text in shown
     assert "NOT EQUAL: the four ways did not compute the same." in shown
     assert "EQUAL after each" not in shown
+
+
+def test_demo_finds_a_bit_that_depends_on_the_batch(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_the_number_of_tokens(x: Any, weight: Any, bias: Any, batch_invariant: bool) -> Any:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr("weft.ops.linear.multiply", by_the_number_of_tokens)
+    code, out, _ = run("demo", "--device", "cpu", "--max-tokens", "4")
+    assert code == 1
+    shown = " ".join(out.split())
+    assert "batch invariant, eager against alone: the logits differ by" in shown
+    assert "NOT EQUAL" in shown
 
 
 def test_demo_refuses_more_tokens_than_the_model_has_positions(run: Weft) -> None:

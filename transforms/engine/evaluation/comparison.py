@@ -1,4 +1,5 @@
-"""`trace_run` and `compare_runs`: a model's run in one way, and how far two runs differ after every step."""
+"""`trace_run`, `compare_runs` and `compare_alone`: a model's run in one way, and how far two runs differ after every
+step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
@@ -28,7 +29,11 @@ TABLES = (
 """The parts of a state that are equal on all stages."""
 
 TOLERANCE = 1e-4
-"""Absolute, in float32, between ways whose matrix products have other shapes; in equal shapes, the bits are equal."""
+"""Absolute, in float32, between ways whose matrix products have other shapes. In equal shapes the bits are equal, and
+those of a batch-invariant model always are."""
+
+
+_SIZES = "logits", "KV pages"
 
 
 @attrs.frozen
@@ -77,6 +82,7 @@ class RunTrace(Tabled):
         steps: the results of each step.
         token_ids: the generated tokens of each prompt.
         calls: the number of calls that captured, replayed or ran eagerly.
+        batch_invariant: whether the model was.
     """
 
     way: Way
@@ -84,6 +90,7 @@ class RunTrace(Tabled):
     steps: tuple[TracedStep, ...]
     token_ids: list[list[int]]
     calls: Mapping[str, int]
+    batch_invariant: bool = False
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -111,33 +118,31 @@ class RunComparison(Tabled):
         way, against: those of the two runs.
         steps: compared steps, up to the first one whose tokens differ.
         tokens: whether all tokens are identical.
-        tables: whether the request tables of all stages are bitwise equal.
-        sizes: the largest absolute difference of the logits, and of the KV pages.
-        bitwise: whether logits and KV pages are bitwise equal.
+        tables: whether the request tables of all stages are bitwise equal; None: they were not compared.
+        sizes: the largest absolute difference of the logits, and of the KV pages if they were compared.
+        bitwise: whether these are bitwise equal.
+        allowed: the difference that they may have.
     """
 
     way: Way
     against: Way
     steps: int
     tokens: bool
-    tables: bool
+    tables: bool | None
     sizes: Mapping[str, float]
     bitwise: bool
-
-    @property
-    def allowed(self) -> float:
-        """The difference that logits and KV pages may have: none where both ways compute in the same shapes."""
-        return 0.0 if self.way.num_stages == self.against.num_stages else TOLERANCE
+    allowed: float
 
     @property
     def row(self) -> dict[str, str]:
         """The ways, what is equal, the largest differences and those allowed, and the verdict, in words."""
-        same = {"tokens": self.tokens, "tables": self.tables}
+        words = {True: "equal", False: "DIFFER", None: ""}
         return {
             "way": self.way.name,
             "against": self.against.name,
-            **{name: "equal" if equal else "DIFFER" for name, equal in same.items()},
-            **{name: error_size(size) for name, size in self.sizes.items()},
+            "tokens": words[self.tokens],
+            "tables": words[self.tables],
+            **{name: error_size(self.sizes[name]) if name in self.sizes else "" for name in _SIZES},
             "allowed": error_size(self.allowed),
             "verdict": "BROKEN" if [*self.faults()] else "holds",
         }
@@ -150,7 +155,7 @@ class RunComparison(Tabled):
         """The differences that are not allowed, in words."""
         if not self.tokens:
             yield f"the tokens differ in step {self.steps}, the last that was compared"
-        if not self.tables:
+        if self.tables is False:
             yield "a stage's request table differs"
         for name, size in self.sizes.items():
             if not size <= self.allowed:  # nor is a NaN allowed
@@ -190,7 +195,8 @@ def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_toke
         ends = model.config.eos_token_ids
         rows = [row for row in rows if len(generated[row]) < max_tokens and generated[row][-1] not in ends]
         batch = Batch.decode(rows, device=model.device) if rows else batch
-    return RunTrace(way, [[*ids] for ids in prompts], tuple(steps), generated, _calls(runner, steps))
+    own = tuple(steps), generated, _calls(runner, steps), model.functions.batch_invariant
+    return RunTrace(way, [[*ids] for ids in prompts], *own)
 
 
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> TracedStep:
@@ -224,7 +230,8 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
     """Compare two runs up to the first step whose tokens differ: later steps have different inputs.
 
     Args:
-        trace, reference: runs of one model, from the same prompts.
+        trace, reference: runs of one model, from the same prompts. Their bits have to be equal if both compute in the
+            same shapes, which the number of stages decides, or if the model is batch invariant.
 
     Raises:
         RequestError: runs of different prompts.
@@ -239,12 +246,60 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
         "logits": [(a.logits, b.logits) for a, b in pairs],
         "KV pages": [(a.kv_pages, b.kv_pages) for a, b in pairs],
     }
+    in_same_shapes = trace.way.num_stages == reference.way.num_stages
     return RunComparison(
         trace.way,
         reference.way,
         steps,
         tokens=all(same) and len(trace.steps) == len(reference.steps),
         tables=all(bool((a.tables == b.tables[:1]).all()) for a, b in pairs),
-        sizes={name: float(torch.stack([(a - b).abs().max() for a, b in own]).max()) for name, own in values.items()},
-        bitwise=all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for own in values.values() for a, b in own),
+        allowed=0.0 if in_same_shapes or _are_invariant(trace, reference) else TOLERANCE,
+        **_differences(values),
     )
+
+
+def compare_alone(trace: RunTrace, alone: Sequence[RunTrace]) -> RunComparison:
+    """Compare a run of several prompts with runs of each of them alone: their tokens, and their logits up to the first
+    token that differs. If the model is batch invariant, the bits have to be equal.
+
+    Args:
+        trace: a run.
+        alone: a run of each of its prompts, in the same order.
+
+    Raises:
+        RequestError: runs of other prompts.
+    """
+    if [own.prompts for own in alone] != [[prompt] for prompt in trace.prompts]:
+        seen = f"prompts {trace.prompts!r:.80} and {[own.prompts for own in alone]!r:.80}"
+        raise RequestError("compare_alone(trace, alone)", seen, "a run of each of the prompts")
+    pairs = list[tuple[Tensor, Tensor]]()
+    for row, own in enumerate(alone):
+        together = [step.logits[step.tokens[0] == row] for step in trace.steps if (step.tokens[0] == row).any()]
+        tokens = zip(trace.token_ids[row], own.token_ids[0], strict=False)
+        same = next((i + 1 for i, (a, b) in enumerate(tokens) if a != b), len(together))
+        pairs += [(a, b.logits) for a, b in zip(together[:same], own.steps[:same], strict=False)]
+    return RunComparison(
+        trace.way,
+        Way("alone", alone[0].way.num_stages, alone[0].way.mode),
+        len(trace.steps),
+        tokens=trace.token_ids == [own.token_ids[0] for own in alone],
+        tables=None,
+        allowed=0.0 if _are_invariant(trace, *alone) else TOLERANCE,
+        **_differences({"logits": pairs}),
+    )
+
+
+def _are_invariant(*traces: RunTrace) -> bool:
+    return all(trace.batch_invariant for trace in traces)
+
+
+def _differences(values: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
+    """The largest difference of each kind of values, and whether all are bitwise equal."""
+    return {
+        "sizes": {
+            name: float(torch.stack([(a - b).abs().max() for a, b in own]).max()) for name, own in values.items()
+        },
+        "bitwise": all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for own in values.values() for a, b in own
+        ),
+    }

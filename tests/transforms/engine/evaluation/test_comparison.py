@@ -6,7 +6,15 @@ import pytest
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import load
-from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
+from weft.transforms.engine.evaluation.comparison import (
+    TOLERANCE,
+    RunComparison,
+    RunTrace,
+    Way,
+    compare_alone,
+    compare_runs,
+    trace_run,
+)
 
 EAGER, PIPELINED, BOTH = Way("eager", 1, "none"), Way("pipelined", 3, "none"), Way("both", 3, "full")
 PROMPTS = [[65, 66, 67], [97]]
@@ -37,8 +45,23 @@ def test_a_longer_run_has_other_tokens() -> None:
 
 def test_a_nan_holds_nowhere() -> None:
     none = {"logits": 0.0, "KV pages": 0.0}
-    same = RunComparison(BOTH, PIPELINED, 1, tokens=True, tables=True, sizes=none, bitwise=True)
+    same = RunComparison(BOTH, PIPELINED, 1, tokens=True, tables=True, sizes=none, bitwise=True, allowed=0.0)
     assert not [*same.faults()]
     assert [*attrs.evolve(same, bitwise=False).faults()] == ["zeros differ in sign"]
-    for against in (PIPELINED, EAGER):
-        assert [*attrs.evolve(same, against=against, sizes=none | {"logits": float("nan")}).faults()]
+    for allowed in (0.0, TOLERANCE):
+        assert [*attrs.evolve(same, allowed=allowed, sizes=none | {"logits": float("nan")}).faults()]
+
+
+def test_each_prompt_alone_differs_by_rounding_and_in_no_bit_if_batch_invariant() -> None:
+    fast = load(DEMO, "cpu", "float32")
+    sizes = []
+    for model in (fast, fast.with_stages(batch_invariant=True)):
+        together, alone = trace_run(model, EAGER, PROMPTS, 5), [trace_run(model, EAGER, [own], 5) for own in PROMPTS]
+        found = compare_alone(together, alone)
+        assert (found.tokens, found.tables, [*found.faults()]) == (True, None, [])
+        sizes.append((found.sizes["logits"] > 0, found.bitwise, found.allowed))
+        shifted = attrs.evolve(together, token_ids=[[*own[:-1], 0] for own in together.token_ids])
+        assert [*compare_alone(shifted, alone).faults()] == ["the tokens differ in step 5, the last that was compared"]
+        with pytest.raises(RequestError, match="a run of each of the prompts"):
+            compare_alone(together, alone[::-1])
+    assert sizes == [(True, False, TOLERANCE), (False, True, 0.0)]
