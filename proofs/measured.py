@@ -20,8 +20,8 @@ _TITLE = """# Measured
 One table, made from the records in `proofs/results/` by `python -m weft.proofs.measured`; a test compares the two.
 
 - **build**: when the run began (UTC). Records do not name weft's commit. Figures of different builds do not compare.
-- **machine**: all GPUs are NVIDIA H200 with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the CPU takes longer to
-  prepare a step of a small model than the GPU takes to run it.
+- **machine**: GPUs are NVIDIA H200, if no other is named, with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the
+  CPU takes longer to prepare a step of a small model than the GPU takes to run it.
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once.
@@ -231,6 +231,35 @@ def change_rows() -> Iterator[tuple[str, ...]]:
             yield record.row(what, f"{statistics.median(found):.3f} ms a token", against, "1 GPU")
 
 
+def invariant_rows() -> Iterator[tuple[str, ...]]:
+    """What batch invariance costs, and whether it holds."""
+    record = read("h100-batch-invariant-price")
+    found: dict[tuple[Any, ...], dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in record.data["runs"]:
+        for row in run["rows"]:
+            key = run["preset"], run["stages"], row["num_requests"], row["workload"]
+            found[key][row["batch_invariant"]].append(
+                row[_TOTAL if row["workload"] == "prefill" else "output_tokens_per_s"]
+            )
+    for (preset, stages, requests, workload), speed in found.items():
+        what = f"{preset}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, batch invariant"
+        share = statistics.median(speed[True]) / statistics.median(speed[False])
+        figure = f"{span(speed[True], '{:,.0f}')} tokens/s{' in all' * (workload == 'prefill')}"
+        against = f"{span(speed[False], '{:,.0f}')} in the fast mode, in the same run: {share:.0%}"
+        yield record.row(what, figure, against, "1 H100" if stages == 1 else f"{stages} H100, `peer`")
+    record = read("h100x2-bits")
+    for run in record.data["runs"]:
+        ways = [row for row in run["rows"] if row["batch_invariant"]]
+        equal, most = min(row["equal"] for row in ways), max(row["difference"] for row in ways)
+        what = (
+            f"{run['preset']}: {ways[0]['completions']} completions, {ways[0]['tokens']:,} tokens, in {len(ways)} ways"
+        )
+        fast = [row["difference"] for row in run["rows"] if not row["batch_invariant"]]
+        figure = f"{equal} equal in every way; logprobs differ by {most:.3g}"
+        against = "each alone" + f"; the fast mode's logprobs differ by {max(fast, default=0):.2g}" * bool(fast)
+        yield record.row(what, figure, against, "1 H100" if run["stages"] == 1 else "2 H100, `peer`")
+
+
 def call_rows() -> Iterator[tuple[str, ...]]:
     """The host's time for one call of a graphified function."""
     record = read("h200-graphify-overhead")
@@ -320,7 +349,7 @@ def client_rows() -> Iterator[tuple[str, ...]]:
 
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
-    served = serving_rows, prompt_rows, change_rows, equality_rows, step_rows
+    served = serving_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows
     for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, http_rows, client_rows):
         yield from rows()
 
