@@ -66,6 +66,7 @@ def test_any_split_and_mode_computes_it_again(kind: str, way: str) -> None:
     assert [one.result for one in found] == ["equal"] * 6
     assert all(one.equal and not one.other_facts for one in found)
     [alone] = weft.verify(certificates[3], own, **WAYS[way])
+    assert isinstance(alone, weft.Verification)
     assert alone.equal
 
 
