@@ -11,7 +11,14 @@ from torch import Tensor, library
 
 from weft.errors import DerivativeError, DeviceError
 from weft.settings import ANYWHERE, is_batch_invariant
-from weft.torchapi.private import FUNCTORCH_KEY, in_functorch_transform, is_differentiated, overload_of, unwrapped_call
+from weft.torchapi.private import (
+    FUNCTORCH_KEY,
+    in_functorch_transform,
+    in_other_transform_than_grad,
+    is_differentiated,
+    overload_of,
+    unwrapped_call,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +77,8 @@ def operator(
             (the keys and values of attention).
         no_derivative: why the operator has no derivative. Asking for one is an error that says so.
         check: called with all arguments before the operator; raises if they contradict each other.
+
+    `torch.compile` always traces the operator: it takes every call for one inside a transform of torch.func.
 
     A last parameter `batch_invariant: bool = False` of the function and of its kernel is not a parameter of the call.
     It makes a second operator, `weft::name.batch_invariant`, which is called in `weft.batch_invariant()`: so a traced
@@ -169,7 +178,7 @@ def _infer_schema(reference: Function, parameters: Function, writes: Sequence[st
 _CALL = """
 def bind(op, launch, derived, exact, is_grad_enabled, in_functorch_transform, is_batch_invariant, compiling, anywhere):
     def call({given}):
-        if (is_grad_enabled() and ({requires_grad})) or in_functorch_transform():
+        if (is_grad_enabled() and ({requires_grad})) or (in_functorch_transform() and not compiling()):
             return exact({given}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({given})
         return op({given}) if compiling() else launch({given})
     return call
@@ -180,7 +189,7 @@ def bind(
     is_grad_enabled, in_functorch_transform, is_batch_invariant, compiling, anywhere
 ):
     def call({given}):
-        if (is_grad_enabled() and ({requires_grad})) or in_functorch_transform():
+        if (is_grad_enabled() and ({requires_grad})) or (in_functorch_transform() and not compiling()):
             return exact({given}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({given})
         if compiling():
             return op_invariant({given}) if anywhere[0] else op({given})
@@ -225,7 +234,7 @@ def _bind(op: Any, source: str, **more: str) -> Function:
 
 def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: bool) -> Function:
     """The call in `weft.batch_invariant()` where a derivative is asked for: the operator's values, with the derivative
-    of `derived`. Inside a transform of torch.func it is `derived`."""
+    of `derived`. Inside a transform of torch.func that is not `grad` or `vjp` it is `derived`."""
     names = [argument.name for argument in op._schema.arguments]
     written = [names.index(name) for name in writes]
 
@@ -242,33 +251,44 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
         """The operator, with the derivative of its functional form."""
 
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            ctx.others = [None if isinstance(x, Tensor) else x for x in args]
-            ctx.places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
-            ctx.save_for_backward(*(args[place] for place in ctx.places))
+        def forward(*args: Any) -> Any:
             return run(*args)
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            outs = output if isinstance(output, tuple) else (output,)
+            ctx.floating = [index for index, x in enumerate(outs) if x.is_floating_point()]
+            ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+            ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
+            ctx.save_for_backward(*(inputs[place] for place in ctx.places))
+
+        @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            args, wanted = list(ctx.others), dict[int, Tensor]()
+            args = list(ctx.others)
             for place, saved in zip(ctx.places, ctx.saved_tensors, strict=True):
-                args[place] = saved.detach()
-                if ctx.needs_input_grad[place]:
-                    wanted[place] = args[place].requires_grad_()
-            with torch.enable_grad():
-                out = derived(*args)
-            outs = out if isinstance(out, tuple) else (out,)
-            followed = [(x, g) for x, g in zip(outs, grads, strict=True) if g is not None and x.requires_grad]
-            ends, given = [x for x, _ in followed], [g for _, g in followed]
-            found = torch.autograd.grad(ends, [*wanted.values()], given, allow_unused=True)
-            by_place = dict(zip(wanted, found, strict=True))
-            return tuple(by_place.get(place) for place in range(len(args)))
+                args[place] = saved
+            wanted = [place for place in ctx.places if ctx.needs_input_grad[place]]
+            followed = [index for index in ctx.floating if grads[index] is not None]
+
+            def differentiated(*values: Tensor) -> tuple[Tensor, ...]:
+                own = list(args)
+                for place, value in zip(wanted, values, strict=True):
+                    own[place] = value
+                out = derived(*own)
+                outs = out if isinstance(out, tuple) else (out,)
+                return tuple(outs[index] for index in followed)
+
+            pullback = torch.func.vjp(differentiated, *(args[place] for place in wanted))[1]
+            found = dict(zip(wanted, pullback(tuple(grads[index] for index in followed)), strict=True))
+            return tuple(found.get(place) for place in range(len(args)))
 
     def call(*args: Any) -> Any:
         in_place = not returns_written and any(x is not None for x in args[1:3])
         apply: Function = Exact.apply
-        return derived(*args) if in_functorch_transform() or in_place else apply(*args)
+        elsewhere = torch.compiler.is_dynamo_compiling() or (
+            in_functorch_transform() and in_other_transform_than_grad()
+        )
+        return derived(*args) if in_place or elsewhere else apply(*args)
 
     return call
 

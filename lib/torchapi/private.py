@@ -15,6 +15,8 @@ from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
     get_unwrapped,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     peek_interpreter_stack,
@@ -143,6 +145,12 @@ def in_dispatch_mode() -> bool:
 def in_functorch_transform() -> bool:
     """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def in_other_transform_than_grad() -> bool:
+    """Whether a torch.func transform is active that is not one of `grad`, `vjp` and `jacrev` without its `vmap`."""
+    levels = get_interpreter_stack() or ()
+    return forward_ad._current_level >= 0 or any(level.key() != TransformType.Grad for level in levels)
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:

@@ -21,8 +21,9 @@ def logprobs(model: Model, sequences: Sequence[str | Sequence[int]]) -> list[Ten
 
     Gradients go to the model's parameters: to those that require grad, or to those that a transform of torch.func
     follows, as `attrs.evolve(model, params=...)` inside the function that it transforms. A sampler's logprobs of the
-    same tokens differ from these by rounding, unless the model is batch invariant: then they are the same bits, with
-    autograd and without gradients. A transform of torch.func computes the reference's values, which differ by rounding.
+    same tokens differ from these by rounding, unless the model is batch invariant: then they are the same bits, also
+    under autograd and `torch.func.grad` and `vjp`. `torch.func.jvp` and `vmap` compute the reference's values, which
+    differ by rounding.
 
     Steps are eager. Short sequences share one, and a long one has its own. Autograd keeps what backward() needs of all:
     to save memory, pass a part of the sequences at a time. Stages of one's own find their extras at their defaults.

@@ -195,6 +195,23 @@ def test_a_derivative_is_the_reference_s_and_the_value_the_operator_s() -> None:
         torch.testing.assert_close(own, wanted)
 
 
+def test_transforms_of_torch_func_follow_the_operator_s_values() -> None:
+    x, weight = torch.randn(5, 96), torch.randn(40, 96)
+
+    def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = linear(x, weight)
+        return made.square().sum(), made
+
+    for grad in (torch.func.grad(loss, has_aux=True), lambda x: torch.func.vjp(loss, x, has_aux=True)[1:]):
+        made = grad(x)[-1]
+        assert torch.equal(made[:1], linear(x[:1], weight))
+    wanted = 2 * (x @ weight.T) @ weight
+    torch.testing.assert_close(torch.func.grad(lambda x: loss(x)[0])(x), wanted)
+    second = torch.func.hessian(lambda x: loss(x)[0])(x[:1])
+    torch.testing.assert_close(second[0, :, 0], 2 * weight.T @ weight)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(lambda x: loss(x[None])[0]))(x), wanted)
+
+
 def test_a_graph_of_the_context_is_not_one_of_its_surroundings() -> None:
     x, weight = torch.randn(1, 256), torch.randn(40, 256)
     step = weft.graphify(linear)
@@ -208,8 +225,15 @@ def test_a_graph_of_the_context_is_not_one_of_its_surroundings() -> None:
 
 def test_a_compiled_function_is_batch_invariant_in_the_context() -> None:
     x, weight = torch.randn(5, 256), torch.randn(40, 256)
-    step = torch.compile(lambda x: linear(x, weight), backend="aot_eager", fullgraph=True)
+    traced: list[str] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        traced.append(module.code)
+        return module
+
+    step = torch.compile(lambda x: linear(x, weight), backend=backend, fullgraph=True)
     assert torch.equal(step(x)[:1], linear(x[:1], weight))
+    assert "weft.linear.batch_invariant" in traced[0]
 
 
 @pytest.mark.gpu

@@ -82,6 +82,18 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
                 assert all(x[len(ids) - 1 :].tolist() == one.logprobs for x, ids, one in pairs)
 
 
+def test_torch_func_follows_the_sampler_s_bits() -> None:
+    model = invariant_model("Qwen3")
+    sequences = prompts_of((19, 2, 7), vocab_size=7)
+
+    def loss(params: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        found = weft.logprobs(attrs.evolve(model, params=params), sequences)
+        return torch.cat(found).sum(), found
+
+    _, found = torch.func.grad(loss, has_aux=True)(model.params)
+    assert all(map(torch.equal, found, weft.logprobs(model, sequences)))
+
+
 def test_gradients_of_a_batch_invariant_model_are_those_of_the_fast_one() -> None:
     """Up to rounding, for every parameter."""
     exact = invariant_model("experts")
