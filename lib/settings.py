@@ -42,7 +42,7 @@ class Config:
 
 
 config = Config()
-_RULES: dict[str, Rule] = {"most": (lambda most: is_int(most, 0), "an int >= 0")}
+_RULES: dict[str, Rule] = {"most": (lambda most: is_int(most, 0), "an int >= 0"), "enabled": (bool, "True or False")}
 
 
 @attrs.define
@@ -86,6 +86,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     ...     torch.equal(linear(x, weight)[:1], linear(x[:1], weight))
     True
     """
+    check_values(f"weft.batch_invariant({enabled!r})", _RULES, {"enabled": enabled}, ArgumentError)
     token = _BATCH_INVARIANT.set(enabled)
     with _LOCK:
         ANYWHERE[0] += enabled

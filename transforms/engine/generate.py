@@ -20,7 +20,7 @@ from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify, changes
+from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify, seen_of
 from weft.transforms.engine.inputs import check_sampling, encode_prompt, most_logprobs
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
@@ -97,8 +97,9 @@ class Completion:
         reads all weights. With stages in other processes, every rank makes the call.
 
         Raises:
-            RequestError: the model is not batch invariant, its weights were changed since, or it is gone; or the
-                request had inputs that no certificate holds.
+            RequestError: the model was not loaded as batch invariant, its weights were changed since (as far as torch
+                counts changes, or four values of each tensor show them), or it is gone; or the request had inputs that
+                no certificate holds. Outputs of a stream and of an `Engine` have no certificates.
         """
         return certify(self.provenance, self)
 
@@ -266,7 +267,7 @@ def generate(
     inputs: list[Mapping[str, Tensor] | None] = _one_each(extras, len(encoded))
     for index, (ids, each, own, more) in enumerate(zip(encoded, params, adapters, inputs, strict=True)):
         engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more)
-    made = partial(Provenance, weakref.ref(model), transport or Local(), changes(model))
+    made = partial(Provenance, weakref.ref(model), transport or Local(), seen_of(model))
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs

@@ -24,6 +24,7 @@ from weft.errors import RequestError
 from weft.ops.register import triton_version
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
+from weft.stages.checkpoints.reading import digest_params
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.torchapi.private import changes_of
@@ -115,6 +116,11 @@ class Certificate(Tabled):
         """
         fields = Fields(raw if isinstance(raw, Mapping) else {}, call, source)
         fields.check(fields.raw.get("format") == FORMAT, "format", f"{_FORM}: format={FORMAT!r}")
+        known = {"format", *(field.name for field in attrs.fields(cls))}
+        if strange := sorted(map(str, fields.raw.keys() - known)):
+            fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(known))}")
+        for name in sorted(known - {"adapter"}):
+            fields.check(name in fields.raw, name, _FORM)
         texts: dict[str, Any] = {name: fields.value(name, None, _is_text, "a text") for name in _TEXTS}
         prompt, token_ids = (tuple(fields.items(name, int, "a list of token ids")) for name in ("prompt", "token_ids"))
         logprobs = fields.value("logprobs", None, _are_numbers, "a list of numbers, one for each of token_ids")
@@ -178,33 +184,38 @@ def _read_sampling(fields: Fields) -> SamplingParams:
         fields.refuse(f"sampling with {seen:.200}", instead)
 
 
-@attrs.frozen(eq=False)
+@attrs.define
 class Provenance:
-    """What made a completion, for its certificate. It does not keep the model alive, and a pickle leaves it out.
+    """What made a completion, for its certificate. It does not keep the model alive, and a pickle leaves it out. Any
+    two are equal, so that equal completions are.
 
     Args:
         model: the model that made it.
         transport: where the stages ran.
-        changes: `changes(model)` at that time.
+        seen: `seen_of(model)` at that time.
         sampling: the parameters that the user gave.
         adapter: its LoRA adapter.
         request: the engine's request.
     """
 
-    model: "weakref.ref[Model]"
-    transport: Transport
-    changes: int
-    sampling: SamplingParams
-    adapter: Adapter | None
-    request: Request
+    model: "weakref.ref[Model]" = attrs.field(eq=False)
+    transport: Transport = attrs.field(eq=False)
+    seen: str = attrs.field(eq=False)
+    sampling: SamplingParams = attrs.field(eq=False)
+    adapter: Adapter | None = attrs.field(eq=False)
+    request: Request = attrs.field(eq=False)
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def changes(model: Model) -> int:
-    """The number of in-place changes of a model's weights, as far as torch counts them."""
-    return changes_of(x for _, x in _tensors(model) if not x.is_inference())
+def seen_of(model: Model) -> str:
+    """What tells later whether a model's weights were changed: the in-place changes that torch has counted, and four
+    values of each tensor; for a batch-invariant model, since others have no certificates."""
+    if not model.functions.batch_invariant:
+        return ""
+    counted_changes = changes_of(x for _, x in _tensors(model) if not x.is_inference())
+    return f"{counted_changes} {digest_params(dict(_tensors(model)))}"
 
 
 def certify(provenance: Provenance | None, completion: Any) -> Certificate:
@@ -229,8 +240,8 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
     if any(others.values()):
         seen = f"a request with {next(name for name, has in others.items() if has)}, which no certificate holds"
         raise RequestError(call, seen, "a request of token ids and sampling parameters alone")
-    if changes(model) != provenance.changes:
-        raise RequestError(call, "weights that were changed since", "completion.certificate() before engine.update()")
+    if seen_of(model) != provenance.seen:
+        raise RequestError(call, "weights that were changed since", "completion.certificate() before they change")
     sampling = attrs.evolve(provenance.sampling, seed=request.sampling.seed, logprobs=None, prompt_logprobs=None, n=1)
     return Certificate(
         prompt=request.prompt,
@@ -286,12 +297,12 @@ class Verification(Tabled):
 
     @property
     def result(self) -> str:
-        """`equal`, or the first token that is not, in words."""
+        """`equal`, `equal, with other weights`, or the first token that is not, in words."""
         place, wanted = self.first_difference, self.certificate
         if place is None and self.finish_reason != wanted.finish_reason:
             return f"ends with {self.finish_reason!r}, certified {wanted.finish_reason!r}"
         if place is None:
-            return "equal"
+            return "equal" if self.equal else "equal, with other weights"
         found, other = self.token_ids[place : place + 1], wanted.token_ids[place : place + 1]
         if found and found == other:
             return f"token {place}: logprob {self.logprobs[place]!r}, certified {wanted.logprobs[place]!r}"
@@ -305,10 +316,16 @@ class Verification(Tabled):
         return Table.of(rows)
 
 
-_CERTIFICATES: Rule = (
-    lambda given: isinstance(given, list | tuple) and given and all(isinstance(one, Certificate) for one in given),
-    "weft.Certificate.load(path), or a list of them",
-)
+_RULES: dict[str, Rule] = {
+    "certificates": (
+        lambda given: isinstance(given, list | tuple) and given and all(isinstance(one, Certificate) for one in given),
+        "weft.Certificate.load(path), or a list of them",
+    ),
+    "adapters": (
+        lambda given: isinstance(given, list | tuple) and all(isinstance(one, Adapter) for one in given),
+        "a list of weft.load_adapter(model, folder)",
+    ),
+}
 
 
 def verify(
@@ -345,7 +362,7 @@ def verify(
     """
     call = "weft.verify(certificates, model)"
     given = [certificates] if isinstance(certificates, Certificate) else certificates
-    check_values(call, {"certificates": _CERTIFICATES}, {"certificates": given})
+    check_values(call, _RULES, {"certificates": given, "adapters": adapters})
     model, carrier = model.with_stages(batch_invariant=True), transport or Local()
     named = {digest(own.deltas): own for own in adapters}
     if missing := [one.adapter for one in given if one.adapter is not None and one.adapter not in named]:
