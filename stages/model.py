@@ -370,8 +370,8 @@ def load(
             the model's dtype.
         batch_invariant: whether a request's tokens and logprobs are bits that depend on the request, the parameters and
             the seed alone, on one type of device and one build: not on the other requests, the chunks of a prompt,
-            padding, the graph mode, the split or speculation (`weft.batch_invariant`). It was 2 to 13 % slower on an
-            H100.
+            padding, the graph mode, the split or speculation (`weft.batch_invariant`). On H100s it
+            was 9 % faster to 13 % slower.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than

@@ -165,6 +165,7 @@ def run_tile(
     tile: Tile,
 ) -> Tensor:
     """A linear layer with this tile, in FP8 if the weights and x have scales."""
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
     if tile.segments > 1:
         share = segment_columns(columns, tile.segments)

@@ -33,7 +33,7 @@ def run(options: Verify) -> int:
 def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> list[Verification]:
     """This process's part of the work."""
     model = open_model(options, here)
-    longest = max(len(one.prompt) + one.max_tokens for one in certificates)
+    longest = min(max(len(c.prompt) + c.max_tokens for c in certificates), model.config.max_position_embeddings)
     limits = EngineLimits(
         max_num_reqs=min(options.max_num_seqs, len(certificates)),
         max_num_tokens=options.max_num_tokens,

@@ -74,7 +74,7 @@ class Certificate(Tabled):
     @property
     def facts(self) -> dict[str, str]:
         """What the bits depend on beside the request, by name."""
-        return {"weights": self.weights, "program": self.program, **self.versions}
+        return {**self.versions, "weights": self.weights, "program": self.program}
 
     def text(self) -> str:
         """The certificate as one line of JSON."""
@@ -368,7 +368,7 @@ def verify(
     if missing := [one.adapter for one in given if one.adapter is not None and one.adapter not in named]:
         seen = f"a completion of the adapter {missing[0]}, and adapters {', '.join(named) or 'none'}"
         raise RequestError(call, seen, "adapters=[weft.load_adapter(model, folder)] of that one")
-    longest = max(len(one.prompt) + one.max_tokens for one in given)
+    longest = min(max(len(one.prompt) + one.max_tokens for one in given), model.config.max_position_embeddings)
     limits = limits or EngineLimits(max_num_reqs=min(len(given), 64), max_model_len=longest)
     options: dict[str, Any] = {"transport": transport, "speculation": speculation, "adapters": named}
     engine = Engine(model, limits, pipeline=pipeline, graph=graph, seed=0, **options)
@@ -401,7 +401,7 @@ def digest(tree: Any) -> str:
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     """The weights that run, with names that do not depend on the split, those of models beside it, and the defaults of
     what functions of one's own read."""
-    for name in ("embed_tokens", "norm", "lm_head"):
+    for name in ("embed_tokens", "norm", "lm_head", "inv_freq"):
         if (x := getattr(model.params, name)) is not None:
             yield name, x
     for layer in model.params.layers:

@@ -130,6 +130,12 @@ def test_other_weights_are_not_equal_even_where_the_tokens_are(model: Model) -> 
     assert (found.result, found.equal, [*found.other_facts]) == ("equal, with other weights", False, ["weights"])
 
 
+def test_versions_do_not_stand_for_the_weights(model: Model, certificate: weft.Certificate) -> None:
+    versions = {**certificate.versions, "weights": certificate.weights}
+    [found] = weft.verify(attrs.evolve(certificate, weights="sha256:0", versions=versions), model)
+    assert not found.equal
+
+
 def test_the_facts_do_not_depend_on_the_split(model: Model) -> None:
     class TwoRanks(Local):
         def collect(self, value: Any) -> list[Any]:
