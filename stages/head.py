@@ -27,6 +27,7 @@ from weft.ops.parts import sum_parts
 from weft.ops.sampling.sample import sample_rows, token_logprobs
 from weft.outputs import Output, PerToken
 from weft.sampling_table import SamplingTable
+from weft.settings import is_batch_invariant
 from weft.stages.config import ModelConfig
 from weft.stages.functions import ChangeLogits, LogitsAt, blamed_on
 from weft.stages.params import DecoderParams
@@ -171,16 +172,26 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int
     chosen tokens [num_reqs] int64.
 
     They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits are not summed
-    again.
+    again. Batch invariant, they are those of `prompt_logprobs`.
 
     Args:
         logits: [num_reqs, vocab_size].
         token_ids, logprobs: [num_reqs], as `sample` returned them; no chosen token has probability 0.
         count: at most vocab_size.
     """
-    best, ids = logits.topk(count, -1)
-    chosen = logits.gather(1, token_ids[:, None])
-    return ids, best.float() - (chosen.float() - logprobs[:, None]), ranks_of(chosen, logits)
+    ids, chosen = _likeliest(logits, count), logits.gather(1, token_ids[:, None])
+    if is_batch_invariant():
+        return ids, token_logprobs(logits, ids), ranks_of(chosen, logits)
+    best = logits.gather(1, ids).float()
+    return ids, best - (chosen.float() - logprobs[:, None]), ranks_of(chosen, logits)
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """The likeliest tokens [n, count] int64, likeliest first. Batch invariant, the smaller of two that tie is first;
+    otherwise their order may depend on the count, which is the most that a request of the engine may ask for."""
+    if is_batch_invariant() and count:
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return logits.topk(count, -1).indices
 
 
 def ranks_of(chosen: Tensor, logits: Tensor) -> Tensor:
@@ -213,7 +224,7 @@ def prompt_logprobs(
         logits = project(states, lm_head)
         if changed is not None:
             logits = changed(logits, sum(len(own) for own, *_ in parts))
-        ids = logits.topk(count, -1).indices
+        ids = _likeliest(logits, count)
         found = token_logprobs(logits, torch.cat((wanted[:, None], ids), 1))
         parts.append((found[:, 0], ids, found[:, 1:], ranks_of(logits.gather(1, wanted[:, None]), logits)))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))

@@ -16,7 +16,7 @@ from weft.proofs.checks.difference import LawViolation, find_difference
 from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
 from weft.settings import batch_invariant
-from weft.torchapi.private import DispatchMode
+from weft.torchapi.watching import OperatorWatch
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.trees import find_descriptors, tree_leaves
 
@@ -95,17 +95,16 @@ class _Result:
     values: tuple[Tensor, ...]
 
 
-class _Recorder(DispatchMode):
+class _Recorder(OperatorWatch):
     """Keeps the results of all operators inside."""
 
     def __init__(self, results: list[_Result]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.results = results
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.pass_on(func, args, kwargs)
         values = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
-        self.results.append(_Result(str(op.name()), _calling_line(), tuple(x.detach().clone() for x in values)))
+        self.results.append(_Result(str(func.name()), _calling_line(), tuple(x.detach().clone() for x in values)))
         return out
 
 

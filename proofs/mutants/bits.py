@@ -14,6 +14,7 @@ from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.settings import batch_invariant
 from weft.stages.attention.rope import rope_tables
+from weft.stages.head import top_logprobs
 
 _BITS = find("L20")
 _ATTEND: Any = paged._attend
@@ -64,7 +65,18 @@ def _in_the_main_thread() -> AbstractContextManager[None]:
     return batch_invariant() if threading.current_thread() is threading.main_thread() else nullcontext()
 
 
+def _shifted_in_twos(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens' logprobs are others in a step of two."""
+    ids, logprobs, ranks = top_logprobs(logits, *args)
+    return ids, logprobs + 1e-4 * (len(logits) == 2), ranks
+
+
 BITS = (
+    Mutant(
+        "the likeliest tokens' logprobs are others in a step of two",
+        _BITS,
+        replace("weft.stages.head", "top_logprobs", _shifted_in_twos),
+    ),
     Mutant(
         "the number of tokens chooses a product's order of sums",
         _BITS,

@@ -168,5 +168,6 @@ def test_a_batch_invariant_model_refuses_attention_that_is_not() -> None:
         with pytest.raises(ProgramError) as caught:
             model.with_stages(**options)
         assert (caught.value.seen, "reference" in caught.value.instead) == (seen, True)
+    wrong: Any = "yes"
     with pytest.raises(ProgramError, match="batch_invariant is a str"):
-        exact.with_stages(batch_invariant="yes")  # type: ignore[arg-type]
+        exact.with_stages(batch_invariant=wrong)

@@ -10,7 +10,7 @@ import weft
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.ops.sampling.logits import pack_bits
-from weft.ops.sampling.sample import sample
+from weft.ops.sampling.sample import sample, token_logprobs
 from weft.outputs import Output
 from weft.padding import pad, unpad
 from weft.proofs.laws import assert_equal
@@ -47,6 +47,23 @@ def test_the_top_is_the_softmaxs(rows: int, seed: int, count: int) -> None:
 def test_tokens_that_tie_share_a_rank() -> None:
     logits = torch.tensor([[2.0, 3.0, 2.0, -torch.inf, 3.0]]).expand(5, 5)
     assert ranks_of(logits.gather(1, torch.arange(5)[:, None]), logits).tolist() == [3, 1, 3, 5, 1]
+
+
+def test_batch_invariant_the_likeliest_depend_on_no_count() -> None:
+    """Nor on the chosen token: decoded, they are those of a prompt's token."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-9, 9, (7, 4001), generator=generator).to(torch.bfloat16)  # many tie
+    chosen = torch.randint(4001, (7,), generator=generator)
+    with weft.batch_invariant():
+        found = [top_logprobs(logits, chosen, token_logprobs(logits, chosen[:, None])[:, 0], n) for n in (3, 20, 800)]
+        for ids, logprobs, _ in found:
+            assert torch.equal(ids[:, :3], found[0][0])
+            assert torch.equal(logprobs[:, :3], found[0][1])
+            assert torch.equal(logprobs, token_logprobs(logits, ids))
+    ids = found[2][0]
+    best = logits.gather(1, ids)
+    assert (best[:, 1:] <= best[:, :-1]).all()
+    assert (ids[:, 1:] > ids[:, :-1])[best[:, 1:] == best[:, :-1]].all()
 
 
 @FAST

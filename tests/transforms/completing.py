@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from gradients import SIZES as SIZES
 from theirs import CLASSES
 from torch import Tensor
 
@@ -180,16 +181,3 @@ def assert_equal_to_theirs(seen: Seen, expected: Sequence[Expected]) -> None:
         assert (logits - theirs.logits).abs().max() <= TOLERANCE
         chosen = theirs.logits.log_softmax(-1).gather(1, torch.tensor(theirs.token_ids)[:, None])[:, 0]
         assert (torch.tensor(ours.logprobs) - chosen).abs().max() <= TOLERANCE
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}

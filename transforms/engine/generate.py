@@ -20,7 +20,8 @@ from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify, seen_of
+from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify
+from weft.transforms.engine.evaluation.facts import seen_of
 from weft.transforms.engine.inputs import check_sampling, encode_prompt, most_logprobs
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput

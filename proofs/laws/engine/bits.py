@@ -115,7 +115,7 @@ def _on(kind: str, device: str) -> Model:
 
 @functools.cache
 def _engine_for_one(kind: str, device: str, adapter: str | None) -> Engine:
-    model, options = _on(kind, device), dict[str, Any](graph="none", run_ahead=0, num_logprobs=1)
+    model, options = _on(kind, device), dict[str, Any](graph="none", run_ahead=0, num_logprobs=3)
     own = None if adapter is None else {adapter: adapters_of(model.config)[adapter]}
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
     return Engine(model, limits, adapters=own, **options)

@@ -135,7 +135,7 @@ class Load:
             graph=self.graph,
             transport=transport,
             run_ahead=self.run_ahead if run_ahead is None else run_ahead,
-            num_logprobs=1,
+            num_logprobs=max(1, *(call.sampling.logprobs or 0 for call in self.calls)),
             seed=0,
             adapters=adapters_of(model.config) if any(call.adapter for call in self.calls) else None,
             speculation=None if self.drafts is None else small_speculation(self.drafts, model.device),

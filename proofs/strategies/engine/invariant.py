@@ -101,13 +101,15 @@ def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> 
     for index, call in enumerate(load.calls):
         has_image = config.rope.mrope_section is not None and draw(st.integers(0, 3)) < 3
         prompts.append(draw(images(call.prompt, config.hidden_size, index % 2)) if has_image else None)
-    calls = tuple(map(_without_prompt_logprobs, load.calls, prompts))
+    counts = [draw(st.sampled_from((None, 0, 1, 3))) for _ in load.calls]
+    calls = tuple(map(_asking, load.calls, counts, prompts))
     has_threads = load.pipeline > 1 and draw(st.booleans())
     return InvariantLoad(kind, attrs.evolve(load, calls=calls), tuple(prompts), has_threads)
 
 
-def _without_prompt_logprobs(call: Call, prompt: EmbedsPrompt | None) -> Call:
-    """The call, which asks for no prompt logprobs if its prompt has embeddings, which have none."""
-    if prompt is None or EMBEDDED not in prompt.ids:
-        return call
-    return attrs.evolve(call, sampling=attrs.evolve(call.sampling, prompt_logprobs=None))
+def _asking(call: Call, logprobs: int | None, prompt: EmbedsPrompt | None) -> Call:
+    """The call, which asks for the logprobs of this many of the likeliest tokens; and for those of its prompt, unless
+    that has embeddings, which have none."""
+    has_none = prompt is not None and EMBEDDED in prompt.ids
+    of_prompt = None if has_none or call.sampling.prompt_logprobs is None else logprobs
+    return attrs.evolve(call, sampling=attrs.evolve(call.sampling, logprobs=logprobs, prompt_logprobs=of_prompt))

@@ -35,7 +35,7 @@ TOLERANCE = 2e-5
 
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of parameters that require grad, and by torch.func; of tied weights, too."""
+    """The gradients are those of parameters that require grad, and those that torch.func follows; tied weights too."""
     architecture, fields = MODELS[name]
     theirs = build(architecture, {**SIZES, **fields})
     model = saved(theirs, tmp_path / "model")

@@ -1,44 +1,30 @@
 """Certificates of completions: what fixes the bits of one, so that anybody can compute it again, and see."""
 
-import hashlib
 import json
-import platform
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import attrs
-import torch
-from torch import Tensor
 
-from weft import __version__
 from weft.arguments.checks import Rule, check_values, is_int, is_number
 from weft.arguments.json_text import Fields, read_json_lines
 from weft.batch import EMBEDDED
 from weft.display.quantities import counted
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
-from weft.ops.register import triton_version
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
-from weft.stages.checkpoints.reading import digest_params
-from weft.stages.layout import split_layers
 from weft.stages.model import Model
-from weft.torchapi.private import changes_of
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.facts import digest, facts_of, seen_of
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.requests import Request
 from weft.transforms.pipelines.transports import Transport
-from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.local import Local
-from weft.trees import leaves_with_names
 
 FORMAT = "weft certificate 1"
-_BYTES = 2**26
-"""The most bytes that a digest copies from a device at a time."""
 _UNSAID = "logprobs", "prompt_logprobs", "n"
 """Fields of sampling parameters that change no token, or that are those of one completion among several."""
 
@@ -73,7 +59,7 @@ class Certificate(Tabled):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the bits depend on beside the request, by name."""
+        """All but the request on which the bits depend, by name."""
         return {**self.versions, "weights": self.weights, "program": self.program}
 
     def text(self) -> str:
@@ -94,7 +80,7 @@ class Certificate(Tabled):
         """Read it from a file that `save` wrote.
 
         Raises:
-            ConfigError, RequestError: there is no such file, or it holds something else.
+            ConfigError, RequestError: the file cannot be read, or is not one certificate.
         """
         call = f"weft.Certificate.load({str(path)!r})"
         found, *others = read_certificates(Path(path), call)
@@ -148,7 +134,7 @@ def read_certificates(path: Path, call: str) -> list[Certificate]:
     """The certificates in a file, one per line.
 
     Raises:
-        ConfigError, RequestError: there is no such file, or one of its lines is not a certificate.
+        ConfigError, RequestError: the file cannot be read, or one of its lines is not a certificate.
     """
     lines = read_json_lines(path, call, "certificate", _FORM)
     return [Certificate.from_json(found, call, f"{path.name}, {name},") for name, found in lines]
@@ -170,6 +156,17 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(is_number(one, -1e38, 1e38) for one in value)
 
 
+def _is_id(text: str) -> bool:
+    """Whether this is a token id as JSON's keys have it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"logit_bias of {text!r:.60}")
+    return True
+
+
 def _read_sampling(fields: Fields) -> SamplingParams:
     given = dict(fields.value("sampling", None, lambda x: isinstance(x, Mapping), "an object"))
     known = {field.name for field in attrs.fields(SamplingParams)} - {*_UNSAID}
@@ -177,7 +174,7 @@ def _read_sampling(fields: Fields) -> SamplingParams:
         fields.refuse(f"sampling.{min(strange):.60}", f"fields of weft.SamplingParams, without {', '.join(_UNSAID)}")
     fields.check(is_int(given.get("seed"), -(2**63), 2**63 - 1), "sampling", "it has the seed, a whole number")
     try:
-        bias = {int(token): value for token, value in given.pop("logit_bias", {}).items()}
+        bias = {int(token): value for token, value in given.pop("logit_bias", {}).items() if _is_id(token)}
         return SamplingParams(**{"temperature": 0.0, **given, "logit_bias": bias})
     except (RequestError, TypeError, ValueError, AttributeError) as error:
         seen, instead = getattr(error, "seen", str(error)), getattr(error, "instead", "what weft.SamplingParams takes")
@@ -186,8 +183,8 @@ def _read_sampling(fields: Fields) -> SamplingParams:
 
 @attrs.define
 class Provenance:
-    """What made a completion, for its certificate. It does not keep the model alive, and a pickle leaves it out. Any
-    two are equal, so that equal completions are.
+    """The model and the request that made a completion. It does not keep the model alive, and is not pickled. Any two
+    are equal, so that equal completions are.
 
     Args:
         model: the model that made it.
@@ -207,15 +204,6 @@ class Provenance:
 
     def __reduce__(self) -> Any:
         return type(None), ()
-
-
-def seen_of(model: Model) -> str:
-    """What tells later whether a model's weights were changed: the in-place changes that torch has counted, and four
-    values of each tensor; for a batch-invariant model, since others have no certificates."""
-    if not model.functions.batch_invariant:
-        return ""
-    counted_changes = changes_of(x for _, x in _tensors(model) if not x.is_inference())
-    return f"{counted_changes} {digest_params(dict(_tensors(model)))}"
 
 
 def certify(provenance: Provenance | None, completion: Any) -> Certificate:
@@ -242,6 +230,7 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
         raise RequestError(call, seen, "a request of token ids and sampling parameters alone")
     if seen_of(model) != provenance.seen:
         raise RequestError(call, "weights that were changed since", "completion.certificate() before they change")
+    weights, program, versions = facts_of(model, provenance.transport)
     sampling = attrs.evolve(provenance.sampling, seed=request.sampling.seed, logprobs=None, prompt_logprobs=None, n=1)
     return Certificate(
         prompt=request.prompt,
@@ -251,9 +240,9 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
         token_ids=tuple(completion.token_ids),
         logprobs=tuple(completion.logprobs),
         finish_reason=completion.finish_reason,
-        weights=digest_weights(model, provenance.transport),
-        program=digest_program(model),
-        versions=versions(model.device),
+        weights=weights,
+        program=program,
+        versions=versions,
     )
 
 
@@ -276,8 +265,9 @@ class Verification(Tabled):
     @property
     def first_difference(self) -> int | None:
         """The index of the first token that is not equal, or whose logprob is not, bit for bit; None: all are."""
-        own = [*zip(self.token_ids, self.logprobs, strict=True)]
-        certified = [*zip(self.certificate.token_ids, self.certificate.logprobs, strict=True)]
+        own, certified = (
+            [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)] for one in (self, self.certificate)
+        )
         same = next((i for i, (a, b) in enumerate(zip(own, certified, strict=False)) if a != b), None)
         return min(len(own), len(certified)) if same is None and len(own) != len(certified) else same
 
@@ -375,84 +365,10 @@ def verify(
     for index, one in enumerate(given):
         engine.add([*one.prompt], one.sampling, max_tokens=one.max_tokens, id=str(index), adapter=one.adapter)
     states = {int(output.id): output for output in engine if output.finish_reason is not None}
-    here = {"weights": digest_weights(model, carrier), "program": digest_program(model), **versions(model.device)}
+    weights, program, versions = facts_of(model, carrier)
+    here = {**versions, "weights": weights, "program": program}
     made = [states[index] for index in range(len(given))]
     return [
         Verification(one, tuple(own.track.token_ids), tuple(own.track.logprobs), own.track.reason, here)
         for one, own in zip(given, made, strict=True)
     ]
-
-
-def digest_weights(model: Model, transport: Transport) -> str:
-    """A digest of the bytes of all weights of a model, and of those beside it. On the ranks of a pipeline it is of the
-    whole model, and every rank makes the call."""
-    own = dict(_tensors(model))
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
-        digests = dict(zip(own, pool.map(_digest_tensor, own.values()), strict=True))
-    found = {name: text for part in transport.collect(digests) for name, text in part.items()}
-    return _short(f"{name} {found[name]}\n" for name in sorted(found))
-
-
-def digest(tree: Any) -> str:
-    """A digest of the bytes of a tree of tensors."""
-    return _short(f"{name} {_digest_tensor(x)}\n" for name, x in leaves_with_names(tree))
-
-
-def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The weights that run, with names that do not depend on the split, those of models beside it, and the defaults of
-    what functions of one's own read."""
-    for name in ("embed_tokens", "norm", "lm_head", "inv_freq"):
-        if (x := getattr(model.params, name)) is not None:
-            yield name, x
-    for layer in model.params.layers:
-        for name, x in leaves_with_names(layer):
-            if isinstance(x, Tensor):
-                yield f"layers.{layer.index}{name}", x
-    for name, other in sorted(model.functions.beside.items()):
-        for inner, x in _tensors(other):
-            yield f"beside {name} {inner}", x
-    for kind in ("extras", "carries", "token_extras"):
-        for name, x in sorted(getattr(model.functions, kind).items()):
-            yield f"{kind} {name}", x
-
-
-def _digest_tensor(x: Tensor) -> str:
-    found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
-    flat = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
-    for part in flat.split(_BYTES):
-        found.update(part.cpu().numpy())
-    return found.hexdigest()
-
-
-def _short(lines: Iterable[str]) -> str:
-    found = hashlib.sha256()
-    for line in lines:
-        found.update(line.encode())
-    return f"sha256:{found.hexdigest()}"
-
-
-def digest_program(model: Model) -> str:
-    """A digest of the program of a model: of its configuration, and of the source of the stage that would hold all of
-    its layers."""
-    (whole,) = split_layers(model.config.num_layers, 1)
-    facts = {name: value for name, value in model.facts.items() if name != "weights"}
-    return _short([*(f"{name}: {value}\n" for name, value in facts.items()), source_digest("step", model.stage(whole))])
-
-
-def versions(device: torch.device) -> dict[str, str]:
-    """The versions of weft, torch and triton, and the device."""
-    on_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
-    found = {"weft": f"{__version__}, source {_digest_sources()}", "torch": torch.__version__}
-    if on_cuda:
-        found |= {"triton": str(triton_version()), "cuda": str(torch.version.cuda)}
-    return {**found, "machine": platform.machine(), "device": name}
-
-
-@cache
-def _digest_sources() -> str:
-    """A digest of the files of weft that compute, kernels and tables of tiles among them."""
-    root = Path(__file__).parents[3]
-    found = [path for name in ("ops", "stages", "transforms") for path in (root / name).rglob("*")]
-    files = sorted(path for path in found if path.suffix in (".py", ".json"))
-    return _short(f"{file.relative_to(root)} {file.read_text(encoding='utf-8')}\n" for file in files)[7:19]

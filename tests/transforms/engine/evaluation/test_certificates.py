@@ -22,7 +22,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_adapter
-from weft.transforms.engine.evaluation.certificates import digest_program, digest_weights
+from weft.transforms.engine.evaluation.facts import digest_program, digest_weights
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports.local import Local
@@ -232,7 +232,8 @@ def test_what_cannot_be_certified(model: Model) -> None:
         ({"sampling": {"seed": 1, "n": 2}}, "sampling.n"),
         ({"sampling": {"seed": 1, "temperature": -1}}, "temperature=-1"),
         ({"sampling": {"temperature": 1}}, "sampling={'temperature': 1}"),
-        ({"sampling": {"seed": 1, "logit_bias": {"x": 1}}}, "sampling with invalid literal"),
+        ({"sampling": {"seed": 1, "logit_bias": {"x": 1}}}, "sampling with logit_bias of 'x'"),
+        ({"sampling": {"seed": 1, "logit_bias": {" 1_0": 1}}}, "sampling with logit_bias of ' 1_0'"),
         ({"versions": {"torch": 2}}, "versions={'torch': 2}"),
         ({"weights": ""}, "weights=''"),
         ({"more": 1}, "'more'"),

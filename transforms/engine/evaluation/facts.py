@@ -1,0 +1,115 @@
+"""Digests of a model's weights and program, and the versions that run it: all but a request on which bits depend."""
+
+import hashlib
+import platform
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft import __version__
+from weft.ops.register import triton_version
+from weft.stages.checkpoints.reading import digest_params
+from weft.stages.layout import split_layers
+from weft.stages.model import Model
+from weft.torchapi.private import changes_of
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.agreement import source_digest
+from weft.trees import leaves_with_names
+
+_BYTES = 2**26
+"""The most bytes that a digest copies from a device at a time."""
+
+
+def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, str]]:
+    """The digests of a model's weights and of its program, and the versions. With stages in other processes, every rank
+    makes the call."""
+    return digest_weights(model, transport), digest_program(model), versions(model.device)
+
+
+def seen_of(model: Model) -> str:
+    """What tells later whether a model's weights were changed: the in-place changes that torch has counted, and four
+    values of each tensor; for a batch-invariant model, since others have no certificates."""
+    if not model.functions.batch_invariant:
+        return ""
+    counted_changes = changes_of(x for _, x in _tensors(model) if not x.is_inference())
+    return f"{counted_changes} {digest_params(dict(_tensors(model)))}"
+
+
+def digest_weights(model: Model, transport: Transport) -> str:
+    """A digest of the bytes of all weights of a model, and of those beside it. On the ranks of a pipeline it is of the
+    whole model, and every rank makes the call."""
+    own = dict(_tensors(model))
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        digests = dict(zip(own, pool.map(_digest_tensor, own.values()), strict=True))
+    found = {name: text for part in transport.collect(digests) for name, text in part.items()}
+    return _short(f"{name} {found[name]}\n" for name in sorted(found))
+
+
+def digest(tree: Any) -> str:
+    """A digest of the bytes of a tree of tensors."""
+    return _short(f"{name} {_digest_tensor(x)}\n" for name, x in leaves_with_names(tree))
+
+
+def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The weights that run, with names that do not depend on the split, those of models beside it, and the defaults of
+    what functions of one's own read."""
+    for name in ("embed_tokens", "norm", "lm_head", "inv_freq"):
+        if (x := getattr(model.params, name)) is not None:
+            yield name, x
+    for layer in model.params.layers:
+        for name, x in leaves_with_names(layer):
+            if isinstance(x, Tensor):
+                yield f"layers.{layer.index}{name}", x
+    for name, other in sorted(model.functions.beside.items()):
+        for inner, x in _tensors(other):
+            yield f"beside {name} {inner}", x
+    for kind in ("extras", "carries", "token_extras"):
+        for name, x in sorted(getattr(model.functions, kind).items()):
+            yield f"{kind} {name}", x
+
+
+def _digest_tensor(x: Tensor) -> str:
+    found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
+    flat = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    for part in flat.split(_BYTES):
+        found.update(part.cpu().numpy())
+    return found.hexdigest()
+
+
+def _short(lines: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for line in lines:
+        found.update(line.encode())
+    return f"sha256:{found.hexdigest()}"
+
+
+def digest_program(model: Model) -> str:
+    """A digest of the program of a model: of its configuration, and of the source of the stage that would hold all of
+    its layers."""
+    (whole,) = split_layers(model.config.num_layers, 1)
+    facts = {name: value for name, value in model.facts.items() if name != "weights"}
+    return _short([*(f"{name}: {value}\n" for name, value in facts.items()), source_digest("step", model.stage(whole))])
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """The versions of weft, torch and triton, and the device."""
+    on_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+    found = {"weft": f"{__version__}, source {_digest_sources()}", "torch": torch.__version__}
+    if on_cuda:
+        found |= {"triton": str(triton_version()), "cuda": str(torch.version.cuda)}
+    return {**found, "machine": platform.machine(), "device": name}
+
+
+@cache
+def _digest_sources() -> str:
+    """A digest of the files of weft that compute, kernels and tables of tiles among them."""
+    root = Path(__file__).parents[3]
+    found = [path for name in ("ops", "stages", "transforms") for path in (root / name).rglob("*")]
+    files = sorted(path for path in found if path.suffix in (".py", ".json"))
+    return _short(f"{file.relative_to(root)} {file.read_text(encoding='utf-8')}\n" for file in files)[7:19]
