@@ -5,19 +5,16 @@ others; `y` is `IntermediateTensors`, and on the last stage `Output`. The archit
 the biases, QK norms, routers or FP8 scales that a model lacks are None.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from weft.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.batch import Batch, ResolvedBatch
 from weft.donation import donates
-from weft.errors import DescriptorError, ProgramError, WeftError
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.attention.paged import paged_attention_quantized
 from weft.ops.experts.products import run_experts
@@ -26,15 +23,14 @@ from weft.ops.fp8 import BLOCK
 from weft.ops.gate import silu_mul, silu_mul_quantized
 from weft.ops.linear import fp8_linear, linear
 from weft.ops.lora import add_lora
-from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
+from weft.ops.norm import add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.rotary import rotate_and_keep
 from weft.outputs import IntermediateTensors, Output
 from weft.settings import batch_invariant as invariant
 from weft.stages.attention import context
-from weft.stages.attention.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
+from weft.stages.attention.rope import inverse_frequencies, mrope_positions, rope_tables
 from weft.stages.config import ModelConfig
 from weft.stages.functions import (
-    OWN,
     Attend,
     Beside,
     ChangeLogits,
@@ -44,21 +40,16 @@ from weft.stages.functions import (
     Normed,
     StageFunctions,
     Tables,
-    blamed_on,
-    changed_layer,
-    check_added,
-    check_attended,
     check_functions,
-    noted,
 )
 from weft.stages.head import finish, read_at, verify
+from weft.stages.inputs import check_call, embed, resolve_inputs
 from weft.stages.layer_fields import row_starts
+from weft.stages.layers import Blocks, run_layers
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
-from weft.stages.sown import SownNames, at_layer, carried_on, sowing
-from weft.state import State, resolve
-
-_NOTHING = nullcontext()
+from weft.stages.sown import SownNames, carried_on, sowing
+from weft.state import State
 
 
 def decoder_stage(
@@ -106,8 +97,7 @@ def decoder_stage(
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
     own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}, "token_extras": token_extras or {}}
-    own["attend"] = attend
-    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own)
+    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own, attend=attend)
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
     names = sown_names or SownNames(layout.num_stages)
 
@@ -118,218 +108,41 @@ def decoder_stage(
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        with invariant() if batch_invariant else _NOTHING:
-            return run(params, state, batch, x)
-
-    def run(
-        params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
-    ) -> tuple[State, IntermediateTensors | Output]:
-        _check_call(name, layout, params, batch, x, section is not None)
-        resolved = _resolved(state, batch)
-        if functions.token_extras:
-            resolved = attrs.evolve(resolved, token_extras=_token_extras(name, functions.token_extras, batch))
-        hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
-        if x is not None and x.input_ids is not None:
-            batch = attrs.evolve(batch, input_ids=x.input_ids)
-        positions = None
-        if section is not None:
-            positions = mrope_positions(state, batch, resolved) if x is None else x.positions
-        angles = resolved.positions if positions is None else positions
-        tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
-        with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
-            given = params, state.kv_pages, own_batch, tables, hidden
-            hidden, pages = run_layers(config, *given, functions, layout.start)
-        sown.check_carried()
-        captured = sown.after(x, hidden.device)
-        if pages is not state.kv_pages:
-            state = attrs.evolve(state, kv_pages=pages)
-        if functions.carries:
-            state = carried_on(name, state, resolved, sown)
-        if not layout.last:
-            names.add(layout.index, sown)
-            return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
-        where, others = read_at(batch, num_drafts) if num_drafts else None, dict[str, LogitsAt]()
-        if beside is not None:
-            known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)  # with the drafts
-            state, others = beside(state, attrs.evolve(resolved, input_ids=known))
-        result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others
-        out = finish(config, params, state.sampling, batch, *result)
-        names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
-        out = attrs.evolve(out, captured=captured) if captured else out
-        return state, out if where is None else verify(state, batch, where, out)
+        check_call(name, layout, params, batch, x, section is not None)
+        with invariant() if batch_invariant else nullcontext():
+            resolved = resolve_inputs(name, functions.token_extras, state, batch)
+            hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
+            if x is not None and x.input_ids is not None:
+                batch = attrs.evolve(batch, input_ids=x.input_ids)
+            positions = None
+            if section is not None:
+                positions = mrope_positions(state, batch, resolved) if x is None else x.positions
+            angles = resolved.positions if positions is None else positions
+            tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
+            with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
+                given = params, state.kv_pages, own_batch, tables, hidden
+                hidden, pages = run_layers(config, BLOCKS, *given, functions, layout.start)
+            sown.check_carried()
+            captured = sown.after(x, hidden.device)
+            if pages is not state.kv_pages:
+                state = attrs.evolve(state, kv_pages=pages)
+            if functions.carries:
+                state = carried_on(name, state, resolved, sown)
+            if not layout.last:
+                names.add(layout.index, sown)
+                return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
+            where, others = read_at(batch, num_drafts) if num_drafts else None, dict[str, LogitsAt]()
+            if beside is not None:
+                known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)  # with the drafts
+                state, others = beside(state, attrs.evolve(resolved, input_ids=known))
+            result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others
+            out = finish(config, params, state.sampling, batch, *result)
+            names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
+            out = attrs.evolve(out, captured=captured) if captured else out
+            return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = name
     return stage
-
-
-def _check_call(
-    name: str, layout: StageLayout, params: DecoderParams, batch: Batch, x: IntermediateTensors | None, has_mrope: bool
-) -> None:
-    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`; DescriptorError for a
-    batch of another stage, or with positions that the model does not have."""
-    kind: type[WeftError] = ProgramError
-    owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
-    if owned != (layout.first, layout.last, len(layout.layers)):
-        parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
-        seen = f"params of {', '.join(parts)}"
-        instead = f"this stage's own, of layers {layout.start} to {layout.stop - 1}: Runner.params[{layout.index}]"
-    elif x is None and not layout.first:
-        seen, instead = "x is None", "what the stage before returned"
-    elif fault := position_fault(batch, x, has_mrope):
-        kind, (seen, instead) = DescriptorError, fault
-    else:
-        return
-    raise kind(f"{name}(params, state, batch, x)", seen, instead)
-
-
-def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The inputs [num_tokens, ...] that each token of the batch has of its own."""
-    if others := batch.token_extras.keys() - defaults.keys():
-        known = f"the names that the stages declare: {', '.join(map(repr, defaults))}"
-        raise DescriptorError(f"{name}(params, state, batch, x)", f"token_extras of {sorted(others)}", known)
-    given, count = batch.token_extras, len(batch.input_ids)
-    return {key: given[key].values if key in given else x.expand(count, *x.shape) for key, x in defaults.items()}
-
-
-def _resolved(state: State, batch: Batch) -> ResolvedBatch:
-    """As `resolve`, with a note on an error about indices, which nothing checks on the host."""
-    try:
-        return resolve(state, batch)
-    except IndexError as error:
-        (rows, pages), size = state.block_table.shape, state.kv_pages.shape[3]
-        error.add_note(
-            f"a row or a token of the batch beyond the state, which has rows 0 to {rows - 2} of at most {pages * size} "
-            "tokens: name rows that were admitted, or make room (make_state(..., lengths=[...]), State.zeros(...))"
-        )
-        raise
-
-
-def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:
-    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are `given` in their places.
-    First stage only."""
-    assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
-    if given is None:
-        return F.embedding(batch.input_ids, params.embed_tokens)
-    known = F.embedding(batch.input_ids.clamp(min=0), params.embed_tokens)
-    return torch.where((batch.input_ids == EMBEDDED)[:, None], given, known)
-
-
-def run_layers(
-    config: ModelConfig,
-    params: DecoderParams,
-    kv_pages: Tensor,
-    batch: ResolvedBatch,
-    tables: Tables,
-    hidden: Tensor,
-    functions: StageFunctions = OWN,
-    start: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """The stage's decoder layers, one after the other; `kv_pages[i]` is written for layer i of the stage.
-
-    Args:
-        kv_pages: [layers of the stage, 2, num_pages, page_size, num_kv_heads, head_dim].
-        tables: the rotary cosines and sines, each [num_tokens, head_dim / 2].
-        hidden: [num_tokens, hidden_size].
-        functions: those of one's own.
-        start: the index of the stage's first layer in the model.
-
-    Returns:
-        [num_tokens, hidden_size]; and the pages: `kv_pages` itself if they were written in place (`rotate_and_keep`).
-    """
-
-    attend = functools.partial(_attend_block, config, functions)
-    feed = functools.partial(_feed_forward_block, config, functions)
-
-    def whole(layer: LayerParams, own: Tensor, batch: ResolvedBatch, tables: Tables, hidden: Tensor) -> Any:
-        added, hidden, pages = attend(layer, own, batch, tables, None, hidden)
-        return add_parts(*feed(layer, batch, added, hidden)), pages
-
-    added, written, in_place = None, list[Tensor](), True
-    for index, layer in enumerate(params.layers):
-        own, change = kv_pages[index], functions.layers.get(start + index)
-        if functions.carries:
-            at_layer(start + index)
-        if change is None:
-            # In two calls, so that what the last layer added is freed before the experts of this one take memory.
-            added, hidden, pages = attend(layer, own, batch, tables, added, hidden)
-            added, hidden = feed(layer, batch, added, hidden)
-        else:
-            hidden = hidden if added is None else add_parts(added, hidden)
-            given = layer, own, batch, tables, hidden
-            added, (hidden, pages) = None, changed_layer(start + index, change, whole, *given)
-        in_place = in_place and pages is own
-        written.append(pages)
-    hidden = hidden if added is None else add_parts(added, hidden)
-    return hidden, kv_pages if in_place else torch.stack(written)
-
-
-def _attend_block(
-    config: ModelConfig,
-    functions: StageFunctions,
-    layer: LayerParams,
-    kv_pages: Tensor,
-    batch: ResolvedBatch,
-    tables: Tables,
-    added: Tensor | None,
-    hidden: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's attention after its norm, which first adds the last block's result, if there is one: the attention's
-    result, which is not added yet, the hidden states, and the pages."""
-    x, hidden = _normed(config, functions, layer.input_layernorm, batch, added, hidden, layer.qkv_scale is not None)
-    if functions.attention is None:
-        own = None if functions.attend is None else functools.partial(_attended, functions.attend)
-        added, pages = attention(config, layer, kv_pages, batch, tables, x, attend=own)
-        return added, hidden, pages
-    with blamed_on("attention", batch):
-        added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
-    return check_added("attention", added, hidden), hidden, pages
-
-
-def _feed_forward_block(
-    config: ModelConfig,
-    functions: StageFunctions,
-    layer: LayerParams,
-    batch: ResolvedBatch,
-    added: Tensor,
-    hidden: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `_attend_block`, the layer's feed-forward block."""
-    quantized = layer.gate_up_scale is not None
-    x, hidden = _normed(config, functions, layer.post_attention_layernorm, batch, added, hidden, quantized)
-    if functions.feed_forward is None:
-        return feed_forward(config, layer, batch, x), hidden
-    with blamed_on("feed_forward", batch):
-        return check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden), hidden
-
-
-def _normed(
-    config: ModelConfig,
-    functions: StageFunctions,
-    weight: Tensor,
-    batch: ResolvedBatch,
-    added: Tensor | None,
-    hidden: Tensor,
-    quantized: bool,
-) -> tuple[Normed, Tensor]:
-    """The result of the norm, the model's or one's own."""
-    with blamed_on("norm", batch) if functions.norm else _NOTHING:
-        return (functions.norm or norm)(weight, config.rms_norm_eps, added, hidden, quantized=quantized)
-
-
-def _attended(
-    own: Attend | AttentionBackend,
-    config: ModelConfig,
-    layer: LayerParams,
-    q: Tensor,
-    kv_pages: Tensor,
-    batch: ResolvedBatch,
-) -> Tensor:
-    """The result of attention of one's own, checked."""
-    if isinstance(own, AttentionBackend):
-        with noted(lambda _: f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
-            return check_attended(context.attend(config, layer, q, kv_pages, batch, backend=own), q)
-    with blamed_on("attend", batch):
-        return check_attended(own(config, layer, q, kv_pages, batch), q)
 
 
 def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool) -> tuple[Normed, Tensor]:
@@ -430,3 +243,7 @@ def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, 
         x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,
         gate_up_scale=layer.gate_up_scale, down_scale=layer.down_scale, dtype=dtype,
     )  # fmt: skip
+
+
+BLOCKS = Blocks(norm, attention, feed_forward)
+"""The decoder's own."""

@@ -22,9 +22,11 @@ from weft.ops.sampling.sample import sample
 from weft.outputs import IntermediateTensors, Output
 from weft.stages.attention.rope import inverse_frequencies, rope_tables
 from weft.stages.config import ModelConfig
-from weft.stages.decoder import embed, run_layers
+from weft.stages.decoder import BLOCKS
 from weft.stages.functions import OWN, Beside, LogitsAt, StageFunctions
 from weft.stages.head import Extras, changed_logits, extras_of, head
+from weft.stages.inputs import embed
+from weft.stages.layers import run_layers
 from weft.stages.params import DecoderParams
 from weft.state import State, resolve
 
@@ -156,7 +158,7 @@ def reader(config: ModelConfig, functions: StageFunctions = OWN) -> Read:
         hidden = embed(params, known, None)
         places = batch.positions if section is None else batch.positions[:, None].expand(-1, 3)
         tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
-        return run_layers(config, params, kv_pages, known, tables, hidden, functions)
+        return run_layers(config, BLOCKS, params, kv_pages, known, tables, hidden, functions)
 
     return read
 

@@ -169,12 +169,12 @@ def _ending_twice(extras: Any) -> dict[str, Tensor]:
     return {name: torch.cat((own[:-1], own[-2:-1])) for name, own in extras.items()}
 
 
-_OWN, _DECODER = find("L21", "own stages serve as alone"), "weft.stages.decoder"
+_OWN, _INPUTS = find("L21", "own stages serve as alone"), "weft.stages.inputs"
 _OF_TOKENS = find("L21", "with inputs of tokens")
 
 OWN_STAGES = (
-    Mutant("a request has the extras of its neighbour", _OWN, replace(_DECODER, "resolve", _of_the_row_below)),
-    Mutant("extras go with the place in the batch", _OWN, replace(_DECODER, "resolve", _of_the_row)),
+    Mutant("a request has the extras of its neighbour", _OWN, replace(_INPUTS, "resolve", _of_the_row_below)),
+    Mutant("extras go with the place in the batch", _OWN, replace(_INPUTS, "resolve", _of_the_row)),
     Mutant("a page is known without its extras", _OWN, replace(_REQUESTS, "salt", _salt_without_extras)),
     Mutant("a preempted request loses its extras", _OWN, replace(_STEP, "admit", _lost_when_it_starts_again)),
     Mutant("an extra stays in the row of its request", _OWN, replace(_STEP, "admit", _left_in_the_row)),

@@ -28,7 +28,7 @@ from weft.transforms.pipelines.worker import Link, Worker
 
 _GRAPHS = "weft.transforms.graphs.cache"
 _COMPARE, _STATE = "weft.proofs.laws.compare", "weft.state"
-_DECODER, _HEAD = "weft.stages.decoder", "weft.stages.head"
+_INPUTS, _HEAD = "weft.stages.inputs", "weft.stages.head"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipelines.pipeline", "weft.transforms.pipelines.microbatch"
 
 
@@ -150,7 +150,7 @@ def _in_order_of_rows(state: State, batch: Batch) -> Any:
 STEPS = (
     Mutant("dispatch finds no graph", find("L1", "models"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
     Mutant("padding points to row 0", find("L2", "padding is inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
-    Mutant("the head reads the tail", find("L2", "stages"), replace(_DECODER, "resolve", _head_reads_the_tail)),
+    Mutant("the head reads the tail", find("L2", "stages"), replace(_INPUTS, "resolve", _head_reads_the_tail)),
     Mutant(
         "rank 0 does not learn the tokens",
         find("L3", "models"),
@@ -197,6 +197,6 @@ STEPS = (
         find("L17"),
         replace(_STATE, "_find_adapters", _adapters_of_neighbours),
     ),
-    Mutant("requests are sorted and not put back", find("L17"), replace(_DECODER, "resolve", _in_order_of_rows)),
+    Mutant("requests are sorted and not put back", find("L17"), replace(_INPUTS, "resolve", _in_order_of_rows)),
 )
 """The bugs of `dispatch`, `pipeline`, `microbatch` and the models' stages."""

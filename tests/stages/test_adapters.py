@@ -22,7 +22,8 @@ from weft.ops.gate import silu_mul
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter, reserve_slots, stage_params, with_adapters, write_slot
 from weft.stages.config import parse_config
-from weft.stages.decoder import Normed, decoder_stage, feed_forward, project
+from weft.stages.decoder import decoder_stage, feed_forward, project
+from weft.stages.functions import Normed
 from weft.stages.layout import empty_states, split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params

@@ -1,0 +1,70 @@
+"""The inputs of a decoder's stage: a call of it checked, its batch resolved, and the embeddings of its tokens."""
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.errors import DescriptorError, ProgramError, WeftError
+from weft.outputs import IntermediateTensors
+from weft.stages.attention.rope import position_fault
+from weft.stages.layout import StageLayout
+from weft.stages.params import DecoderParams
+from weft.state import State, resolve
+
+
+def check_call(
+    name: str, layout: StageLayout, params: DecoderParams, batch: Batch, x: IntermediateTensors | None, has_mrope: bool
+) -> None:
+    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`; DescriptorError for a
+    batch of another stage, or with positions that the model does not have."""
+    kind: type[WeftError] = ProgramError
+    owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
+    if owned != (layout.first, layout.last, len(layout.layers)):
+        parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
+        seen = f"params of {', '.join(parts)}"
+        instead = f"this stage's own, of layers {layout.start} to {layout.stop - 1}: Runner.params[{layout.index}]"
+    elif x is None and not layout.first:
+        seen, instead = "x is None", "what the stage before returned"
+    elif fault := position_fault(batch, x, has_mrope):
+        kind, (seen, instead) = DescriptorError, fault
+    else:
+        return
+    raise kind(f"{name}(params, state, batch, x)", seen, instead)
+
+
+def resolve_inputs(name: str, defaults: Mapping[str, Tensor], state: State, batch: Batch) -> ResolvedBatch:
+    """As `resolve`, with the inputs that tokens have of their own, and a note on an error about indices, which nothing
+    checks on the host."""
+    try:
+        resolved = resolve(state, batch)
+    except IndexError as error:
+        (rows, pages), size = state.block_table.shape, state.kv_pages.shape[3]
+        error.add_note(
+            f"a row or a token of the batch beyond the state, which has rows 0 to {rows - 2} of at most {pages * size} "
+            "tokens: name rows that were admitted, or make room (make_state(..., lengths=[...]), State.zeros(...))"
+        )
+        raise
+    return attrs.evolve(resolved, token_extras=_token_extras(name, defaults, batch)) if defaults else resolved
+
+
+def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """The inputs [num_tokens, ...] that each token of the batch has of its own."""
+    if others := batch.token_extras.keys() - defaults.keys():
+        known = f"the names that the stages declare: {', '.join(map(repr, defaults))}"
+        raise DescriptorError(f"{name}(params, state, batch, x)", f"token_extras of {sorted(others)}", known)
+    given, count = batch.token_extras, len(batch.input_ids)
+    return {key: given[key].values if key in given else x.expand(count, *x.shape) for key, x in defaults.items()}
+
+
+def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:
+    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are `given` in their places.
+    First stage only."""
+    assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
+    if given is None:
+        return F.embedding(batch.input_ids, params.embed_tokens)
+    known = F.embedding(batch.input_ids.clamp(min=0), params.embed_tokens)
+    return torch.where((batch.input_ids == EMBEDDED)[:, None], given, known)

@@ -1,0 +1,175 @@
+"""The layers of a stage, one after the other. A layer is a norm and attention, a norm and a feed-forward block.
+
+The result of a block is not added to the hidden states at once: the next norm adds it, and the last one is added after
+the last layer. The blocks are those of a model (`Blocks`), or functions of one's own in their place.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import ResolvedBatch
+from weft.ops.attention.backends import AttentionBackend
+from weft.ops.norm import add_parts
+from weft.stages.attention import context
+from weft.stages.config import ModelConfig
+from weft.stages.functions import (
+    OWN,
+    Attend,
+    Normed,
+    StageFunctions,
+    Tables,
+    blamed_on,
+    changed_layer,
+    check_added,
+    check_attended,
+    noted,
+)
+from weft.stages.params import DecoderParams, LayerParams
+from weft.stages.sown import at_layer
+
+
+@attrs.frozen
+class Blocks:
+    """The functions of a model's layers, with the signatures of those in `weft.stages.decoder`.
+
+    What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the first is a sum over
+    heads, and the second over inner columns: with the parameters of a part of these, it is a part of the sum.
+    """
+
+    norm: Callable[..., tuple[Normed, Tensor]]
+    attention: Callable[..., tuple[Tensor, Tensor]]
+    feed_forward: Callable[..., Tensor]
+
+
+def run_layers(
+    config: ModelConfig,
+    blocks: Blocks,
+    params: DecoderParams,
+    kv_pages: Tensor,
+    batch: ResolvedBatch,
+    tables: Tables,
+    hidden: Tensor,
+    functions: StageFunctions = OWN,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The stage's layers, one after the other; `kv_pages[i]` is written for layer i of the stage.
+
+    Args:
+        blocks: those of the model.
+        kv_pages: [layers of the stage, 2, num_pages, page_size, num_kv_heads, head_dim].
+        tables: the rotary cosines and sines, each [num_tokens, head_dim / 2].
+        hidden: [num_tokens, hidden_size].
+        functions: those of one's own.
+        start: the index of the stage's first layer in the model.
+
+    Returns:
+        [num_tokens, hidden_size]; and the pages: `kv_pages` itself if they were written in place (`rotate_and_keep`).
+    """
+    attend = functools.partial(_attend, config, blocks, functions)
+    feed = functools.partial(_feed, config, blocks, functions)
+
+    def whole(layer: LayerParams, own: Tensor, batch: ResolvedBatch, tables: Tables, hidden: Tensor) -> Any:
+        added, hidden, pages = attend(layer, own, batch, tables, None, hidden)
+        return add_parts(*feed(layer, batch, added, hidden)), pages
+
+    added, written, in_place = None, list[Tensor](), True
+    for index, layer in enumerate(params.layers):
+        own, change = kv_pages[index], functions.layers.get(start + index)
+        if functions.carries:
+            at_layer(start + index)
+        if change is None:
+            # In two calls, so that what the last layer added is freed before the experts of this one take memory.
+            added, hidden, pages = attend(layer, own, batch, tables, added, hidden)
+            added, hidden = feed(layer, batch, added, hidden)
+        else:
+            hidden = hidden if added is None else add_parts(added, hidden)
+            given = layer, own, batch, tables, hidden
+            added, (hidden, pages) = None, changed_layer(start + index, change, whole, *given)
+        in_place = in_place and pages is own
+        written.append(pages)
+    hidden = hidden if added is None else add_parts(added, hidden)
+    return hidden, kv_pages if in_place else torch.stack(written)
+
+
+def _attend(
+    config: ModelConfig,
+    blocks: Blocks,
+    functions: StageFunctions,
+    layer: LayerParams,
+    kv_pages: Tensor,
+    batch: ResolvedBatch,
+    tables: Tables,
+    added: Tensor | None,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's attention after its norm, which first adds the last block's result, if there is one: the attention's
+    result, which is not added yet, the hidden states, and the pages."""
+    norm = functools.partial(_norm, config, blocks, functions, batch)
+    x, hidden = norm(layer.input_layernorm, added, hidden, quantized=layer.qkv_scale is not None)
+    if functions.attention is None:
+        own = None if functions.attend is None else functools.partial(_own_attend, functions.attend)
+        added, pages = blocks.attention(config, layer, kv_pages, batch, tables, x, attend=own)
+    else:
+        with blamed_on("attention", batch):
+            added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
+        added = check_added("attention", added, hidden)
+    return added, hidden, pages
+
+
+def _feed(
+    config: ModelConfig,
+    blocks: Blocks,
+    functions: StageFunctions,
+    layer: LayerParams,
+    batch: ResolvedBatch,
+    added: Tensor,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `_attend`, the layer's feed-forward block."""
+    norm = functools.partial(_norm, config, blocks, functions, batch)
+    x, hidden = norm(layer.post_attention_layernorm, added, hidden, quantized=layer.gate_up_scale is not None)
+    if functions.feed_forward is None:
+        added = blocks.feed_forward(config, layer, batch, x)
+    else:
+        with blamed_on("feed_forward", batch):
+            added = check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden)
+    return added, hidden
+
+
+def _norm(
+    config: ModelConfig,
+    blocks: Blocks,
+    functions: StageFunctions,
+    batch: ResolvedBatch,
+    weight: Tensor,
+    added: Tensor | None,
+    hidden: Tensor,
+    *,
+    quantized: bool,
+) -> tuple[Normed, Tensor]:
+    """The result of the norm, the model's or one's own."""
+    if functions.norm is None:
+        return blocks.norm(weight, config.rms_norm_eps, added, hidden, quantized=quantized)
+    with blamed_on("norm", batch):
+        return functions.norm(weight, config.rms_norm_eps, added, hidden, quantized=quantized)
+
+
+def _own_attend(
+    own: Attend | AttentionBackend,
+    config: ModelConfig,
+    layer: LayerParams,
+    q: Tensor,
+    kv_pages: Tensor,
+    batch: ResolvedBatch,
+) -> Tensor:
+    """The result of attention of one's own, checked."""
+    if isinstance(own, AttentionBackend):
+        with noted(lambda _: f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
+            return check_attended(context.attend(config, layer, q, kv_pages, batch, backend=own), q)
+    with blamed_on("attend", batch):
+        return check_attended(own(config, layer, q, kv_pages, batch), q)
