@@ -84,7 +84,7 @@ def decoder_stage(
             `drafting`, and every step verifies.
         attention, attend, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
         captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
-        beside: other models, which the last stage lets read the same tokens (`weft.stages.drafting.readers_beside`).
+        beside: other models, which the last stage lets read the same tokens (`weft.stages.beside.readers_beside`).
         token_extras: the default values of inputs that tokens have of their own, on the stage's device.
         batch_invariant: whether the stage runs in `weft.batch_invariant()`.
         sown_names: shared by the stages of a split that run in this process, which find in it what none of them

@@ -4,8 +4,7 @@ A drafter is `(params, state, batch) -> batch`. It runs on the device, inside th
 drafts do not change the tokens that are generated (`weft.stages.head`), only the number of steps.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -20,13 +19,10 @@ from weft.ops.sampling.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
 from weft.ops.sampling.ngram import find_drafts
 from weft.ops.sampling.sample import sample
 from weft.outputs import IntermediateTensors, Output
-from weft.stages.attention.rope import inverse_frequencies, rope_tables
+from weft.stages.beside import reader
 from weft.stages.config import ModelConfig
-from weft.stages.decoder import BLOCKS
-from weft.stages.functions import OWN, Beside, LogitsAt, StageFunctions
+from weft.stages.functions import OWN, StageFunctions
 from weft.stages.head import Extras, changed_logits, extras_of, head
-from weft.stages.inputs import embed
-from weft.stages.layers import run_layers
 from weft.stages.params import DecoderParams
 from weft.state import State, resolve
 
@@ -141,46 +137,6 @@ def model_drafter(num_drafts: int, config: ModelConfig, functions: StageFunction
         return filled
 
     return draft
-
-
-Read = Callable[[DecoderParams, Tensor, ResolvedBatch], tuple[Tensor, Tensor]]
-"""`(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage reads."""
-
-
-def reader(config: ModelConfig, functions: StageFunctions = OWN) -> Read:
-    """A second, whole model in a step: it reads the same tokens, and keeps keys and values in pages of its own, at the
-    places of the first model's. An embedded token, which has no id, it reads as token 0; a prompt of images as text."""
-    _, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
-    section = config.rope.mrope_section
-
-    def read(params: DecoderParams, kv_pages: Tensor, batch: ResolvedBatch) -> tuple[Tensor, Tensor]:
-        known = attrs.evolve(batch, input_ids=batch.input_ids.clamp(min=0), adapters=None, active_adapters=None)
-        hidden = embed(params, known, None)
-        places = batch.positions if section is None else batch.positions[:, None].expand(-1, 3)
-        tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
-        return run_layers(config, BLOCKS, params, kv_pages, known, tables, hidden, functions)
-
-    return read
-
-
-def readers_beside(models: Mapping[str, tuple[ModelConfig, DecoderParams, StageFunctions]]) -> Beside:
-    """The models that read beside a last stage, by name."""
-    reads = {name: reader(config, functions) for name, (config, _, functions) in models.items()}
-
-    def read(state: State, batch: ResolvedBatch) -> tuple[State, dict[str, LogitsAt]]:
-        pages, logits = dict[str, Tensor](), dict[str, LogitsAt]()
-        for name, (config, params, _) in models.items():
-            hidden, pages[name] = reads[name](params, state.beside[name], batch)
-            logits[name] = functools.partial(_logits_at, config, params, hidden)
-        if any(own is not state.beside[name] for name, own in pages.items()):
-            state = attrs.evolve(state, beside=pages)
-        return state, logits
-
-    return read
-
-
-def _logits_at(config: ModelConfig, params: DecoderParams, hidden: Tensor, tokens: Tensor | slice) -> Tensor:
-    return head(config, params, hidden[tokens])
 
 
 def _numbers(drafts: list[Tensor], logprobs: list[Tensor]) -> Tensor:

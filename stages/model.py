@@ -15,14 +15,14 @@ from weft.arguments.equivalents import LOAD
 from weft.errors import ProgramError, RequestError
 from weft.ops.attention.backends import AttentionBackend
 from weft.settings import batch_invariant as invariant, is_batch_invariant
+from weft.stages.beside import check_beside, readers_beside
 from weft.stages.checkpoints.chat import ChatTemplate, Messages, render_chat
 from weft.stages.checkpoints.formats import open_checkpoint
 from weft.stages.checkpoints.reading import Origin, checked_device, digest_params, read_params
-from weft.stages.checkpoints.tokenizer import token_ids, tokenizer_failures
+from weft.stages.checkpoints.tokenizer import encode, lacks_tokenizer, tokenizer_failures
 from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_kv_dtype, pick_stage
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
-from weft.stages.drafting import readers_beside
 from weft.stages.functions import (
     OWN,
     Attend,
@@ -203,7 +203,7 @@ class Model:
         check_functions(call, new, self.config.num_layers)
         functions = updated(self.functions, new)
         check_functions(call, functions, self.config.num_layers)
-        self._check_beside(call, functions.beside)
+        check_beside(call, self, functions.beside)
         for model, attend in ((self, functions.attend), *((m, m.functions.attend) for m in functions.beside.values())):
             if isinstance(attend, AttentionBackend):
                 own = model.config, model.device, model.dtype, model.kv_dtype, functions.batch_invariant
@@ -236,22 +236,6 @@ class Model:
             stage = transformed(stage, transform, layout)
         return stage
 
-    def _check_beside(self, call: str, models: Mapping[str, Any]) -> None:
-        """Raise ProgramError for models that cannot read beside this one."""
-        vocabulary = f"of {self.config.vocab_size} tokens, whose functions read no extras"
-        instead = f"weft.load(folder, {str(self.device)!r}): a whole model, here, {vocabulary}"
-        for name, model in models.items():
-            seen = kind_of(model)
-            if isinstance(model, Model):
-                own = model.functions
-                more = own.extras, own.token_extras, own.captures, own.carries, own.beside, own.logits, model.transforms
-                place = model.device, model.layout.num_stages, model.config.vocab_size
-                if not any(more) and place == (self.device, 1, self.config.vocab_size):
-                    continue
-                having = f" with {own}, and {len(model.transforms)} transforms" if any(more) else ""
-                seen = f"{model!r} of {model.config.vocab_size} tokens{having}"
-            raise ProgramError(f"{call} with beside={{{name!r}: ...}}", seen, instead)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., vocab_size] of hidden states [..., hidden_size] after any layer: the model's last norm and
         its head. Of an early layer's they are a logit lens (nostalgebraist, 2020).
@@ -276,15 +260,7 @@ class Model:
         Raises:
             RequestError: the checkpoint has no tokenizer, or `text` is not a string.
         """
-        call, is_text = f"model.encode({text!r:.60})", isinstance(cast(Any, text), str)
-        if self.tokenizer is None or not is_text:
-            seen, instead = self._lacks_tokenizer(), "pass token ids"
-            if not is_text:
-                seen = kind_of(text)
-                instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
-            raise RequestError(call, seen, instead)
-        with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
-            return token_ids(self.tokenizer, text)
+        return encode(self.tokenizer, text, f"model.encode({text!r:.60})", self.path)
 
     def encode_chat(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Token ids of a chat, by the checkpoint's template, which writes the special tokens itself.
@@ -299,19 +275,15 @@ class Model:
         """
         call = "model.encode_chat(messages)"
         if self.chat_template is None or self.tokenizer is None:
-            seen = f"{self.path} holds no chat template" if self.chat_template is None else self._lacks_tokenizer()
+            lacks_template = f"{self.path} holds no chat template"
+            seen = lacks_template if self.chat_template is None else lacks_tokenizer(self.path)
             instead = (
                 "a checkpoint of a chat model; or attrs.evolve(model, chat_template=weft.stages.ChatTemplate(...))"
             )
             raise RequestError(call, seen, instead)
         own = {"add_generation_prompt": add_generation_prompt, **variables}
         text = render_chat(self.chat_template, call, messages, own)
-        with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
-            return token_ids(self.tokenizer, text, special=False)
-
-    def _lacks_tokenizer(self) -> str:
-        known = "tokenizer that weft knows" if self.path.suffix == ".gguf" else "tokenizer.json"
-        return f"{self.path} holds no {known}"
+        return encode(self.tokenizer, text, call, self.path, special=False)
 
     def decode(self, token_ids: list[int]) -> str | None:
         """The text of token ids, without special tokens; None if the checkpoint has no tokenizer.

@@ -4,10 +4,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from weft.errors import CheckpointError, WeftError
+from weft.arguments.checks import kind_of
+from weft.errors import CheckpointError, RequestError, WeftError
 
 LONG_TEXT = 2000
 """Characters from which on a text is long: it takes some milliseconds."""
@@ -37,6 +39,27 @@ def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
     [found] = tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter's lock
     return list(found.ids)
+
+
+def encode(tokenizer: Tokenizer | None, text: Any, call: str, path: Path, *, special: bool = True) -> list[int]:
+    """The tokens of a text, by the tokenizer of the checkpoint at `path`, as `token_ids`.
+
+    Raises:
+        RequestError: the checkpoint has none, `text` is not a string, or the tokenizer fails.
+    """
+    if not isinstance(text, str):
+        instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
+        raise RequestError(call, kind_of(text), instead)
+    if tokenizer is None:
+        raise RequestError(call, lacks_tokenizer(path), "pass token ids")
+    with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {path}"):
+        return token_ids(tokenizer, text, special=special)
+
+
+def lacks_tokenizer(path: Path) -> str:
+    """The words of an error about a checkpoint without a tokenizer."""
+    known = "tokenizer that weft knows" if path.suffix == ".gguf" else "tokenizer.json"
+    return f"{path} holds no {known}"
 
 
 def read_tokenizer(folder: Path, call: str) -> Tokenizer | None:
