@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
+from weft.torchapi.frames import compiled_caller
 from weft.torchapi.patches import hearing_scripts, signal_capture
-from weft.torchapi.private import (
-    WithoutFunctionModes,
-    compiled_caller,
-    storage_id,
-    uncompiled,
-)
+from weft.torchapi.private import WithoutFunctionModes, storage_id, uncompiled
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.host_reads import (
     REMEDY,

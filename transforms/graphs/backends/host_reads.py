@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import (
-    READ_BY_PICKLE,
-    FunctionMode,
-    in_pickle,
-    innermost_storage_id,
-    is_higher_order,
-    off_fast_path,
-    uncompiled,
-)
+from weft.torchapi.frames import READ_BY_PICKLE, in_pickle, off_fast_path
+from weft.torchapi.private import FunctionMode, innermost_storage_id, is_higher_order, uncompiled
 from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
