@@ -80,8 +80,7 @@ class Engine:
         prefix_caching: bool = True,
     ) -> None:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
-        options: dict[str, Any] = {"graph": graph, "num_logprobs": num_logprobs, "seed": seed}
-        options["prefix_caching"] = prefix_caching
+        options = {"graph": graph, "num_logprobs": num_logprobs, "seed": seed, "prefix_caching": prefix_caching}
         own = {"limits": limits, "adapters": adapters, "speculation": speculation}
         check_engine(call, model, transport, pipeline=pipeline, run_ahead=run_ahead, **options, **own)
         self.model, self.transport, self.run_ahead = model, transport or Local(), run_ahead
@@ -112,9 +111,8 @@ class Engine:
         self._failed, self._num_added = list[RequestOutput](), 0
         self._guard = StepGuard("engine.step()")
         self._streams = Streams(self, self._is_distributed)
-        self._assert_equal = self.transport.assert_equal if self._is_distributed else None
-        if self._assert_equal is not None:
-            assert_same_engines(self._assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
+        if self._is_distributed:
+            assert_same_engines(self.transport.assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
 
     def __repr__(self) -> str:
         """The model, and the number of graphs and requests."""
@@ -169,12 +167,10 @@ class Engine:
         requests, mask = self._builder.build(self._num_added, name, prompt, sampling, **options)
         call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
         check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
-        if self._assert_equal is not None:
-            self._assert_equal("the request", f"{requests[0]}, n={len(requests)}")
-        self._host = add(self._host, requests[0], self.limits.budget)
-        for request in requests[1:]:  # they wait for the pages of their prompt, and its logprobs are computed once
-            params = attrs.evolve(request.sampling, prompt_logprobs=None)
-            self._host = add(self._host, attrs.evolve(request, sampling=params), self.limits.budget, behind=name)
+        if self._is_distributed:
+            self.transport.assert_equal("the request", f"{requests[0]}, n={len(requests)}")
+        for request in requests:  # the later ones wait for the pages of their prompt
+            self._host = add(self._host, request, self.limits.budget, behind=None if request is requests[0] else name)
         self._outputs.add(name, requests, self._host.num_jobs, mask)
         self._num_added += 1
         return name
@@ -190,8 +186,8 @@ class Engine:
             RequestError: the engine has no request of this name, or it has ended.
         """
         names = self._outputs.names(f"engine.abort({id!r})", id)
-        if self._assert_equal is not None:
-            self._assert_equal("the abort", repr(id))
+        if self._is_distributed:
+            self.transport.assert_equal("the abort", repr(id))
         for name in names:
             self._host = finish(self._host, name, "abort")
         outputs = [self._outputs.end(name, "abort", []) for name in names]
@@ -291,9 +287,9 @@ class Engine:
             self._host, more = schedule(self._host, self.limits.budget)
             works += map(self._apply_masks, more)
         if works:
-            if self._assert_equal is not None:
+            if self._is_distributed:
                 for work in works:
-                    self._assert_equal("the work", work.summary)
+                    self.transport.assert_equal("the work", work.summary)
             self._copy_results(self._executor(works))
             for work in works:
                 self._counts.add(work)
@@ -360,9 +356,8 @@ class Engine:
         call = f"engine.update({'' if params is None else 'params'})"
         pairs = [] if params is None else self._weights.pairs(call, params)
         self._weights.check_adapters(call, adapters)
-        if self._assert_equal is not None:
-            given = {name: own.weights for name, own in sorted((adapters or {}).items())}
-            self._assert_equal("the update", f"{call} of {self._weights.digest(params)}, adapters={given}")
+        if self._is_distributed:
+            self.transport.assert_equal("the update", f"{call} of {self._weights.digest(params, adapters or {})}")
         with self._guard:
             self._outdate()
             self._weights.write(pairs, adapters or {})
@@ -376,8 +371,8 @@ class Engine:
         """Let no later request find the pages computed so far; returns how many could be found. Requests under way keep
         theirs. With stages in other processes, call it on every rank."""
         self._guard.check(call := "engine.reset_prefix_cache()")
-        if self._assert_equal is not None:
-            self._assert_equal("the call", call)
+        if self._is_distributed:
+            self.transport.assert_equal("the call", call)
         return self._host.pages.forget()
 
     def warm_up(self) -> Stats:

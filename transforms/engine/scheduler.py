@@ -38,7 +38,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
         request: what the user asked for.
         budget: the scheduler's limits.
         behind: the id of a request that has not ended and has the same prompt: this one waits until that prompt is in
-            the cache, and shares its pages.
+            the cache, and shares its pages; the prompt's logprobs are computed for that one alone.
 
     Raises:
         RequestError: its id is taken, or it could never be served.
@@ -54,6 +54,8 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
             seen = f"a prompt of {len(request.prompt)} tokens, and {request.max_tokens} to generate; {what} "
             seen += f"{most * size}, by EngineLimits.{limit}"
             raise RequestError(call, seen, f"a shorter prompt, fewer max_tokens, or a greater {limit}")
+    if behind is not None:
+        request = attrs.evolve(request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None))
     req = RequestState(request, host.num_arrivals, host.version, [*request.prompt])
     leader = None if behind is None else host.find(behind)
     host.requests[request.id] = req

@@ -86,8 +86,13 @@ class Weights:
         check_values(call, {name: _like(here[name]) for name in new}, new)
         return [(here[name], x.detach()) for name, x in new.items()]
 
-    def digest(self, given: Any) -> str:
-        """One line about given parameters, to be equal on all ranks: a digest, if they are the whole model's."""
+    def digest(self, params: Any, adapters: Mapping[str, Adapter]) -> str:
+        """One line about given parameters and adapters, to be equal on all ranks."""
+        digests = {name: own.weights for name, own in sorted(adapters.items())}
+        return f"{self._digest(params)}, adapters={digests}"
+
+    def _digest(self, given: Any) -> str:
+        """A digest of parameters, if they are the whole model's."""
         if given is None:
             return "what was changed in place"
         (whole,) = split_layers(self.model.config.num_layers, 1)
