@@ -1,19 +1,16 @@
 """The page of measurements and the README's picture, made from `proofs/results/`: `python -m weft.proofs.measured`."""
 
-import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import attrs
+from weft.proofs.picture import PICTURE, picture
+from weft.proofs.records import read, served, span, speeds
 
-RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "pages" / "measured.md"
-PICTURE = Path(__file__).parent / "pages" / "modes.svg"
 HEADER = ("what", "figure", "against what", "build", "machine", "result file")
 _TITLE = """# Measured
 
@@ -35,41 +32,6 @@ Each command to repeat a measurement is a module of `proofs/bench/` (`python -m 
 """
 
 
-@attrs.frozen
-class Record:
-    """A file of `proofs/results/`: its name and what it holds."""
-
-    file: str
-    data: dict[str, Any]
-
-    @property
-    def build(self) -> str:
-        """When the run began, to the minute; the day of the file where the record does not say."""
-        runs = self.data.get("runs") or [{}]
-        time = self.data.get("environment", runs[0].get("environment", {})).get("time")
-        return time[:16].replace("T", " ") if time else self.file[:10]
-
-    def row(self, what: str, figure: str, against: str, machine: str) -> tuple[str, ...]:
-        """A row of the table."""
-        return what, figure, against, self.build, machine, f"`{self.file}`"
-
-
-def read(name: str) -> Record:
-    """The newest record of a name: its file is `DATE-name.json`."""
-    path = max(RESULTS.glob(f"????-??-??-{name}.json"))
-    return Record(path.name, json.loads(path.read_text(encoding="utf-8")))
-
-
-def span(values: Iterable[float], form: str) -> str:
-    """The least and the greatest, or one number where both read alike.
-
-    >>> span([2.0, 1.26, 1.5], "{:.1f}"), span([1.01, 1.02], "{:.1f}")
-    ('1.3 to 2.0', '1.0')
-    """
-    found = sorted(values)
-    return " to ".join(dict.fromkeys((form.format(found[0]), form.format(found[-1]))))
-
-
 SERVED = (
     ("Qwen3-0.6B, bfloat16", "h200-serving-dense-modes", "1 GPU", "h200-serving-dense-modes"),
     ("Qwen3-0.6B, bfloat16", "h200-serving-dense", "1 GPU", ""),
@@ -86,20 +48,6 @@ SERVED = (
 """Model, record, machine, and the record whose eager runs it is compared with."""
 _TOTAL = "total_tokens_per_s"
 LENGTHS = {"decode": "2 in, 512 out", "mixed": "512 in, 512 out", "prefill": "512 in, 64 out"}
-
-
-def served(record: Record) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs of a serving record, by workload and mode."""
-    found = defaultdict(list)
-    for row in record.data["rows"]:
-        if "workload" in row:
-            found[row["workload"], row["mode"]].append(row)
-    return found
-
-
-def speeds(rows: Iterable[dict[str, Any]]) -> list[float]:
-    """Output tokens a second."""
-    return [row["output_tokens_per_s"] for row in rows]
 
 
 def serving_rows() -> Iterator[tuple[str, ...]]:
@@ -357,51 +305,6 @@ def page() -> str:
     """The text of the page."""
     lines = [HEADER, ("---",) * len(HEADER), *table()]
     return "\n".join((_TITLE, *(f"| {' | '.join(cells)} |" for cells in lines), ""))
-
-
-# Readable on white and on black: an image does not know the page's background.
-_GREY, _BLUE, _WIDTH, _LEFT, _ROW = "#7d7d7d", "#3b8fc4", 720, 150, 24
-_PANELS = (
-    ("Qwen3-0.6B in bfloat16, one NVIDIA H200", ("h200-serving-dense-modes",)),
-    (
-        "Qwen3-30B-A3B in FP8, a pipeline over two NVIDIA H200",
-        ("h200x2-serving-moe-peer-modes", "h200x2-serving-moe-peer"),
-    ),
-)
-_MODES = {"none": "eager"}
-
-
-def picture() -> str:
-    """Tokens a second in each mode against eager steps, as an SVG: the best run of each."""
-    parts, top = [_text(0, 16, "Output tokens a second by graph mode (128 requests, 2 tokens in and 512 out)")], 46.0
-    for title, names in _PANELS:
-        best: dict[str, float] = {}
-        for runs in (served(read(name)) for name in names):
-            best |= {mode: max(speeds(rows)) for (workload, mode), rows in runs.items() if workload == "decode"}
-        parts += _panel(title, best, top)
-        top += 34 + _ROW * len(best)
-    height = top - 8
-    size = f'viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" height="{height:g}"'
-    font = 'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="tokens a second by mode"'
-    return "\n".join((f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', *parts, "</svg>", ""))
-
-
-def _panel(title: str, best: dict[str, float], top: float) -> Sequence[str]:
-    unit = (_WIDTH - _LEFT - 190) / max(best.values())
-    found = [_text(0, top, title, bold=True)]
-    for index, (mode, speed) in enumerate(best.items()):
-        y, wide = top + 12 + index * _ROW, speed * unit
-        fill = _GREY if mode == "none" else _BLUE
-        found.append(f'<rect x="{_LEFT}" y="{y:g}" width="{wide:.1f}" height="16" rx="2" fill="{fill}"/>')
-        found.append(_text(_LEFT - 8, y + 13, _MODES.get(mode, mode), anchor="end"))
-        times = "" if mode == "none" else f"  ({speed / best['none']:.1f} times eager)"
-        found.append(_text(_LEFT + wide + 8, y + 13, f"{speed:,.0f}{times}"))
-    return found
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:g}" fill="{_GREY}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
 
 
 if __name__ == "__main__":

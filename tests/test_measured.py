@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from pages import ROOT
 
-from weft.proofs import measured
+from weft.proofs import measured, picture, records
 
 ROWS = list(measured.table())
 
@@ -18,7 +18,7 @@ def test_the_page_is_of_these_records() -> None:
 
 def test_the_picture_is_of_these_records() -> None:
     text = (ROOT / "proofs" / "pages" / "modes.svg").read_text(encoding="utf-8")
-    assert text == measured.picture()
+    assert text == picture.picture()
     said = [node.text or "" for node in ElementTree.fromstring(text).iter()]
     for mode in ("eager", "piecewise", "full", "full_decode_only", "full_and_piecewise"):
         assert mode in said
@@ -31,7 +31,7 @@ def test_every_row_has_its_record() -> None:
         assert figure
         assert machine
         assert re.match(r"\d{4}-\d\d-\d\d", build)
-        assert (measured.RESULTS / file.strip("`")).is_file()
+        assert (records.RESULTS / file.strip("`")).is_file()
 
 
 def test_no_two_rows_say_the_same_thing() -> None:
