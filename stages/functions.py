@@ -112,15 +112,14 @@ class StageFunctions:
     carries: Mapping[str, Tensor] = attrs.field(factory=dict)
     token_extras: Mapping[str, Tensor] = attrs.field(factory=dict)
     prefix_caching: str | None = None
+    attend: Attend | AttentionBackend | None = None
+    beside: Mapping[str, Any] = attrs.field(factory=dict)
+    batch_invariant: bool = False
 
     @property
     def policy(self) -> str:
         """One of `PREFIX_CACHING`."""
         return self.prefix_caching or ("none" if self.captures or self.carries else "full")
-
-    attend: Attend | AttentionBackend | None = None
-    beside: Mapping[str, Any] = attrs.field(factory=dict)
-    batch_invariant: bool = False
 
     @property
     def _readers(self) -> list["StageFunctions"]:
@@ -209,9 +208,9 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     """Raise ProgramError for what is not a function, or one of another signature, for layers that the model does not
     have, and for an `attend` that an attention of one's own does not call."""
     given = attrs.asdict(functions, recurse=False)
-    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside", "batch_invariant"
+    given.pop("batch_invariant")
+    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside"
     others = {name: given.pop(name) for name in names}
-    others.pop("batch_invariant")
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
         lambda found: (

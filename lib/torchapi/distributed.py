@@ -29,7 +29,7 @@ _RUNS = itertools.count()
 _DIST: Any = dist  # whose stores are documented, and not exported for type checkers
 
 
-def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
+def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
     """The prefix of the keys, which no earlier call returned, and a `torch.distributed.Store` that all processes of a
     launcher share: the default process group's where there is one, else the one at MASTER_ADDR and MASTER_PORT.
 

@@ -166,7 +166,7 @@ class Cache:
             plan = None if found is None else found()
             if found is None or (plan is not None and plan.reads_the_same()):
                 return plan, True
-        check_call(call, self.graphable.roles, self.graphable.name)
+        check_call(call, self.graphable.name)
         decision, key = self._obtain(call, signature)
         plan = None if key is None else self.make_plan(self.entries[key].graph, call, decision)
         if not may_capture():

@@ -221,7 +221,7 @@ class Graphified(Generic[P, R]):
         """Make a call whose arguments serve as examples: nothing in it is donated."""
         call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         hashable_signature(call, self._graphable.name)
-        check_call(call, self._graphable.roles, self._graphable.name)
+        check_call(call, self._graphable.name)
         return call
 
     def capture(self, /, *args: P.args, **kwargs: P.kwargs) -> CacheInfo:

@@ -365,7 +365,7 @@ def hashable_signature(call: Call, name: str) -> Key:
     return signature
 
 
-def check_call(call: Call, roles: Roles, name: str) -> None:
+def check_call(call: Call, name: str) -> None:
     """Refuse arguments for which no graph can be captured.
 
     Raises:

@@ -284,7 +284,7 @@ def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
     """
     call = f"Distributed() on rank {rank} of {num_ranks}"
     try:
-        return rendezvous_store(rank, num_ranks, timeout)
+        return rendezvous_store(rank, timeout)
     except ValueError as error:
         raise ProgramError(call, str(error).splitlines()[0], _LAUNCHERS) from error
     except RuntimeError as error:
