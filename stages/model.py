@@ -42,6 +42,7 @@ from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.sown import SownNames
+from weft.trees import OF_THIS_PROCESS
 
 _RULES: dict[str, Rule] = {
     "path": (str | Path, "a .gguf, the folder of a checkpoint, or one of 'demo' and 'smollm2'"),
@@ -77,14 +78,16 @@ class Model:
     config: ModelConfig
     params: DecoderParams
     tokenizer: Tokenizer | None
-    path: Path
-    layout: StageLayout = attrs.field(kw_only=True)
-    origin: Origin | None = attrs.field(default=None, kw_only=True)
+    path: Path = attrs.field(metadata=OF_THIS_PROCESS)
+    layout: StageLayout = attrs.field(kw_only=True, metadata=OF_THIS_PROCESS)
+    origin: Origin | None = attrs.field(default=None, kw_only=True, metadata=OF_THIS_PROCESS)
     functions: StageFunctions = attrs.field(default=OWN, kw_only=True)
     transforms: tuple[Transform, ...] = attrs.field(default=(), kw_only=True)
     kv_dtype: torch.dtype | None = attrs.field(default=None, kw_only=True)
     chat_template: ChatTemplate | None = attrs.field(default=None, kw_only=True)
-    _sown_names: dict[int, SownNames] = attrs.field(factory=dict, init=False, repr=False)  # by the number of stages
+    _sown_names: dict[int, SownNames] = attrs.field(  # by the number of stages
+        factory=dict, init=False, repr=False, metadata=OF_THIS_PROCESS
+    )
 
     @layout.default
     def _whole(self) -> StageLayout:

@@ -98,9 +98,9 @@ class Completion:
         reads all weights. With stages in other processes, every rank makes the call.
 
         Raises:
-            RequestError: the model was not loaded as batch invariant, its weights were changed since (as far as torch
-                counts changes, or four values of each tensor show them), or it is gone; or the request had inputs that
-                no certificate holds. Outputs of a stream and of an `Engine` have no certificates.
+            RequestError: the model was not loaded as batch invariant, its weights or functions were changed since (as
+                far as torch counts changes, or four values of each tensor show them), or it is gone; or the request had
+                inputs that no certificate holds. Outputs of a stream and of an `Engine` have no certificates.
         """
         return certify(self.provenance, self)
 
@@ -268,11 +268,11 @@ def generate(
     inputs: list[Mapping[str, Tensor] | None] = _one_each(extras, len(encoded))
     for index, (ids, each, own, more) in enumerate(zip(encoded, params, adapters, inputs, strict=True)):
         engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more)
-    made = partial(Provenance, weakref.ref(model), transport or Local(), seen_of(model))
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs
     last = {(int(output.id), output.index): output for output in outputs}
+    made = partial(Provenance, weakref.ref(model), transport or Local(), seen_of(model))
     return [_completion(last[key], partial(made, params[key[0]], adapters[key[0]])) for key in sorted(last)]
 
 

@@ -41,9 +41,10 @@ class Certificate(Tabled):
         adapter: a digest of the matrices of its LoRA adapter; None: the model alone.
         token_ids, logprobs, finish_reason: the completion.
         weights: a digest of all weights, byte for byte.
-        program: a digest of the configuration and of the source of the stages and of what they call, with functions of
-            one's own. Tensors that these close over are left out.
-        versions: of weft (with a digest of its source), torch and triton; and the device.
+        program: a digest of the configuration, and of functions of one's own in the stages: of their compiled code, and
+            of the values that they close over and read, tensors among them. It names the types of values that have no
+            digest, such as a lock. Operators that one registers with torch, and extensions in C, are not in it.
+        versions: of weft (with a digest of its source), Python, torch and triton; and the device.
     """
 
     prompt: tuple[int, ...]
@@ -189,7 +190,7 @@ class Provenance:
     Args:
         model: the model that made it.
         transport: where the stages ran.
-        seen: `seen_of(model)` at that time.
+        seen: `seen_of(model)` after it was made.
         sampling: the parameters that the user gave.
         adapter: its LoRA adapter.
         request: the engine's request.
@@ -197,7 +198,7 @@ class Provenance:
 
     model: "weakref.ref[Model]" = attrs.field(eq=False)
     transport: Transport = attrs.field(eq=False)
-    seen: str = attrs.field(eq=False)
+    seen: tuple[str, str] = attrs.field(eq=False)
     sampling: SamplingParams = attrs.field(eq=False)
     adapter: Adapter | None = attrs.field(eq=False)
     request: Request = attrs.field(eq=False)
@@ -228,8 +229,10 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
     if any(others.values()):
         seen = f"a request with {next(name for name, has in others.items() if has)}, which no certificate holds"
         raise RequestError(call, seen, "a request of token ids and sampling parameters alone")
-    if seen_of(model) != provenance.seen:
-        raise RequestError(call, "weights that were changed since", "completion.certificate() before they change")
+    kinds = "weights that were changed since", "functions, or values that they read, which were changed since"
+    for kind, own, then in zip(kinds, seen_of(model), provenance.seen, strict=True):
+        if own != then:
+            raise RequestError(call, kind, "completion.certificate() before they change")
     weights, program, versions = facts_of(model, provenance.transport)
     sampling = attrs.evolve(provenance.sampling, seed=request.sampling.seed, logprobs=None, prompt_logprobs=None, n=1)
     return Certificate(

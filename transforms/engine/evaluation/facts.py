@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,10 @@ from torch import Tensor
 from weft import __version__
 from weft.ops.register import triton_version
 from weft.stages.checkpoints.reading import digest_params
-from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.torchapi.private import changes_of
+from weft.transforms.engine.evaluation.programs import digest_functions
 from weft.transforms.pipelines.transports import Transport
-from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.trees import leaves_with_names
 
 _BYTES = 2**26
@@ -31,13 +30,16 @@ def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, st
     return digest_weights(model, transport), digest_program(model), versions(model.device)
 
 
-def seen_of(model: Model) -> str:
-    """What tells later whether a model's weights were changed: the in-place changes that torch has counted, and four
-    values of each tensor; for a batch-invariant model, since others have no certificates."""
+def seen_of(model: Model) -> tuple[str, str]:
+    """What tells later whether a model's weights, and its functions, were changed: the in-place changes that torch has
+    counted, and four values of each tensor; for a batch-invariant model, since others have no certificates."""
     if not model.functions.batch_invariant:
-        return ""
-    counted_changes = changes_of(x for _, x in _tensors(model) if not x.is_inference())
-    return f"{counted_changes} {digest_params(dict(_tensors(model)))}"
+        return "", ""
+    return _glance(dict(_tensors(model))), digest_program(model, lambda x: _glance({"": x}))
+
+
+def _glance(tensors: dict[str, Tensor]) -> str:
+    return f"{changes_of(x for x in tensors.values() if not x.is_inference())} {digest_params(tensors)}"
 
 
 def digest_weights(model: Model, transport: Transport) -> str:
@@ -88,19 +90,21 @@ def _short(lines: Iterable[str]) -> str:
     return f"sha256:{found.hexdigest()}"
 
 
-def digest_program(model: Model) -> str:
-    """A digest of the program of a model: of its configuration, and of the source of the stage that would hold all of
-    its layers."""
-    (whole,) = split_layers(model.config.num_layers, 1)
+def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_tensor) -> str:
+    """A digest of the program of a model: of its configuration, and of functions of one's own in its stages, with the
+    values that they read. It names the types of values that have no digest."""
     facts = {name: value for name, value in model.facts.items() if name != "weights"}
-    return _short([*(f"{name}: {value}\n" for name, value in facts.items()), source_digest("step", model.stage(whole))])
+    functions, undigested = digest_functions(model, of_tensor)
+    found = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
+    return f"{found}, without {', '.join(undigested)}" if undigested else found
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """The versions of weft, torch and triton, and the device."""
+    """The versions of weft, Python, torch and triton, and the device."""
     on_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
     found = {"weft": f"{__version__}, source {_digest_sources()}", "torch": torch.__version__}
+    found["python"] = ".".join(platform.python_version_tuple()[:2])
     if on_cuda:
         found |= {"triton": str(triton_version()), "cuda": str(torch.version.cuda)}
     return {**found, "machine": platform.machine(), "device": name}
@@ -110,6 +114,7 @@ def versions(device: torch.device) -> dict[str, str]:
 def _digest_sources() -> str:
     """A digest of the files of weft that compute, kernels and tables of tiles among them."""
     root = Path(__file__).parents[3]
-    found = [path for name in ("ops", "stages", "transforms") for path in (root / name).rglob("*")]
+    found = [path for name in ("ops", "stages", "torchapi", "transforms") for path in (root / name).rglob("*")]
+    found += root.glob("*.py")
     files = sorted(path for path in found if path.suffix in (".py", ".json"))
     return _short(f"{file.relative_to(root)} {file.read_text(encoding='utf-8')}\n" for file in files)[7:19]

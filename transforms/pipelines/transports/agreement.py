@@ -207,16 +207,11 @@ def _parts(value: Any, seen: set[int | str]) -> Iterator[str]:
 
 
 def _source(code: CodeType, seen: set[int | str]) -> Iterator[str]:
-    """The file of a function, and the function's place in it; code without a file (of `exec`) gives its bytecode."""
-    yield code.co_qualname
-    if linecache.getlines(code.co_filename):
-        places = [place for place in code.co_positions() if None not in place]
-        starts, ends = ((a, c) for a, _, c, _ in places), ((b, d) for _, b, _, d in places)
-        yield repr((min(starts, default=None), max(ends, default=None)))  # with columns: two lambdas may be in a line
-        yield from _file(code.co_filename, seen)
-    else:
-        for part in (code.co_code, code.co_names, *code.co_consts):
-            yield from _parts(part, seen)
+    """The file of a function, its line, and its bytecode: two lambdas may share a line, and `exec` has no file."""
+    yield f"{code.co_qualname} {code.co_firstlineno}"
+    yield from _file(code.co_filename, seen)
+    for part in (code.co_code, code.co_names, *code.co_consts):
+        yield from _parts(part, seen)
 
 
 def _file(name: str | None, seen: set[int | str]) -> Iterator[str]:
