@@ -17,11 +17,8 @@ from .stages.adapters import Adapter as Adapter, load_adapter as load_adapter
 from .stages.model import Model as Model, load as load
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
-from .transforms.engine.evaluation.certificates import (
-    Certificate as Certificate,
-    Verification as Verification,
-    verify as verify,
-)
+from .transforms.engine.evaluation.certificates import Certificate as Certificate
+from .transforms.engine.evaluation.verification import Verification as Verification, verify as verify
 from .transforms.engine.generate import Completion as Completion, generate as generate
 from .transforms.engine.logprobs import logprobs as logprobs
 from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation

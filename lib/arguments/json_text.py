@@ -86,8 +86,10 @@ def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[
     try:
         with file.open(encoding="utf-8") as opened:
             text = opened.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        fault = f"there is no file {str(file)!r:.300}", "the path of a file of UTF-8 text"
     except (OSError, ValueError) as error:
-        fault = f"it cannot be read: {error}", "a file of UTF-8 text"
+        fault = f"it cannot be read: {getattr(error, 'strerror', error)}", "a file of UTF-8 text"
     if len(text) > _MOST_BYTES:
         text, fault = "", (f"more than {_MOST_BYTES} characters", "a part of it")
     found = list[tuple[str, Any]]()

@@ -9,11 +9,13 @@ from rich.text import Text
 
 from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
+from weft.errors import RequestError
 from weft.stages.adapters import load_adapter
 from weft.stages.model import Model
 from weft.transforms.cli.options import Generate
-from weft.transforms.cli.printing import check_file, printable, show, write_file
+from weft.transforms.cli.printing import check_file, printable, show
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
+from weft.transforms.engine.evaluation.certificates import Certificate
 from weft.transforms.engine.generate import Completion, generate
 
 Completed = list[tuple[str, Completion]]
@@ -30,7 +32,8 @@ def run(options: Generate) -> int:
     check_file(options, "--certificates", options.certificates)
     completed, certificates = in_ranks(_complete, options, options)
     if certificates:
-        write_file(options, "--certificates", options.certificates, "".join(f"{text}\n" for text in certificates))
+        with options.about(f"--certificates {options.certificates}", RequestError):
+            Certificate.save_all(certificates, str(options.certificates))
     if options.json:
         fields = attrs.fields(Completion)
         without_times = attrs.filters.exclude(fields.times, fields.provenance)  # those of this process
@@ -43,7 +46,7 @@ def run(options: Generate) -> int:
     return 1 if failed else 0
 
 
-def _complete(here: Here, options: Generate) -> tuple[Completed, list[str]]:
+def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificate]]:
     """This process's part of the work: the completions, and the certificates of those that did not fail."""
     model = open_model(options, here)
     completions = generate(
@@ -61,7 +64,7 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[str]]:
         chat=options.chat,
     )
     wanted = [one for one in completions if options.certificates is not None and one.error is None]
-    certificates = [one.certificate().text() for one in wanted]
+    certificates = [one.certificate() for one in wanted]
     return [
         (_as_text(model, prompt), one) for prompt, one in zip(options.prompt, completions, strict=True)
     ], certificates

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -87,11 +87,23 @@ def in_flags(error: WeftError, words: Sequence[str]) -> str:
         call = f"weft {shlex.join(words)}"
     seen, instead = error.seen, error.instead
     if not isinstance(error, ConfigError | CheckpointError):  # whose names are those of files' fields
-        names = re.compile(rf"\b({'|'.join(flags)})=")
-        seen, instead = (names.sub(lambda found: f"{flags[found[1]]} ", text) for text in (seen, instead))
+        seen, instead = (_with_flags(text, flags) for text in (seen, instead))
     return str(WeftError(call, seen, instead))
 
 
+def _with_flags(text: str, flags: Mapping[str, str]) -> str:
+    """A text in which Python arguments are the flags that set them: `attention='auto'` is `--attention auto`."""
+    text = text.replace(_ADAPTERS, "--adapter DIR")
+    if "batch_invariant" not in flags:  # of a command that is always batch invariant
+        text = text.replace("; or leave out batch_invariant=True", "")
+    names = "|".join(flags)
+    text = re.sub(rf"\b({names})=True\b", lambda found: flags[found[1]], text)
+    text = re.sub(rf"\b({names})='([\w.-]+)'", lambda found: f"{flags[found[1]]} {found[2]}", text)
+    text = re.sub(rf"\b({names})=", lambda found: f"{flags[found[1]]} ", text)
+    return re.sub(r"weft\.load\(path, (--[\w-]+)\)", r"\1", text)
+
+
+_ADAPTERS = "adapters=[weft.load_adapter(model, folder)]"
 _COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)}
 
 

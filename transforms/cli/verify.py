@@ -1,7 +1,6 @@
 """`weft verify`: compute certified completions again, and compare every bit."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from weft.arguments.json_text import write_json
@@ -11,7 +10,8 @@ from weft.stages.adapters import load_adapter
 from weft.transforms.cli.options import Verify
 from weft.transforms.cli.printing import show
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
-from weft.transforms.engine.evaluation.certificates import Certificate, Verification, read_certificates, verify
+from weft.transforms.engine.evaluation.certificates import Certificate
+from weft.transforms.engine.evaluation.verification import Verification, verify
 from weft.transforms.engine.options import EngineLimits
 
 _SHOWN = 24
@@ -20,7 +20,7 @@ _SHOWN = 24
 
 def run(options: Verify) -> int:
     """Verify the certificates and print the results; the exit code is 1 unless all are equal."""
-    certificates = read_certificates(Path(options.certificate), f"weft verify {options.certificate}")
+    certificates = Certificate.load_all(options.certificate)
     read_config(options)
     found = in_ranks(_verify, options, options, certificates)
     if options.json:
@@ -33,11 +33,9 @@ def run(options: Verify) -> int:
 def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> list[Verification]:
     """This process's part of the work."""
     model = open_model(options, here)
-    longest = min(max(len(c.prompt) + c.max_tokens for c in certificates), model.config.max_position_embeddings)
     limits = EngineLimits(
         max_num_reqs=min(options.max_num_seqs, len(certificates)),
         max_num_tokens=options.max_num_tokens,
-        max_model_len=longest,
         page_size=model.functions.page_size,
     )
     return verify(
@@ -68,9 +66,7 @@ def _shown(found: list[Verification]) -> Iterator[Any]:
     yield Table.of(rows)
     facts = {(name, *map(_short, pair)): None for one in found for name, pair in one.other_facts.items()}
     if facts:
-        yield Table.of(
-            ({"other here": name, "here": own, "certified": other} for name, own, other in facts), "what differs"
-        )
+        yield Table.of(({"fact": name, "here": own, "certified": other} for name, own, other in facts), "what differs")
     equal = sum(one.equal for one in found)
     yield f"{equal} of {counted(len(found), 'completion')} equal, bit for bit"
 

@@ -327,7 +327,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a number of requests of a score": ((*SCORE, "--num-prompts", "1"), "instead: leave out --num-prompts, or --eval"),
     "a length of a score": ((*SCORE, "--input-len", "1"), "saw: --eval, with which --input-len counts for nothing"),
-    "no tasks": (("--model", str(DEMO), "--eval", "none.jsonl"), "it cannot be read"),
+    "no tasks": (("--model", str(DEMO), "--eval", "none.jsonl"), "there is no file"),
 }
 
 

@@ -1,6 +1,7 @@
 """`weft verify`: it computes again what `weft generate --certificates` wrote, and names the first difference."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_a_difference_is_named(run: Weft, file: Path) -> None:
     assert "token 3: " in out
     assert "certified 9" in out
     assert "torch" in out
+    assert "other here" not in out
+    assert re.search(r"what differs\W+fact +here +certified", out)
     assert out.endswith("1 of 2 completions equal, bit for bit\n")
     code, out, _ = run("verify", str(file), *DEMO, "--json")
     rows = [json.loads(line) for line in out.splitlines()]
@@ -65,7 +68,18 @@ def test_what_is_refused(run: Weft, file: Path, tmp_path: Path) -> None:
     gone = str(tmp_path / "no" / "folder")
     asked = "generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--certificates"
     assert_refused(run(*asked, gone), "there is no folder")
-    assert_refused(run("verify", to, *DEMO), "cannot be read")
+    assert_refused(run("verify", to, *DEMO), f"weft verify {to}", f"there is no file {to!r}")
+    first = json.loads(file.read_text().splitlines()[0])
+    other = tmp_path / "adapted.jsonl"
+    other.write_text(json.dumps(first | {"adapter": "sha256:0"}))
+    said = run("verify", str(other), *DEMO)
+    assert_refused(said, "instead: --adapter DIR of that one")
+    assert "adapters=" not in said[2]
+    said = run("verify", str(file), *DEMO, "--attention", "torch")
+    assert_refused(said, "--attention auto, or reference\n")
+    assert "batch_invariant" not in said[2]
+    said = run("generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--attention", "torch")
+    assert_refused(said, "--attention auto, or reference; or leave out --batch-invariant\n")
     file.write_text("{}\n")
     assert_refused(run("verify", str(file), *DEMO), "certificates.jsonl, line 1, has no format", "weft certificate 1")
     assert_refused(run("verify", str(file), "--model", str(tmp_path / "none")), f"weft verify {file}")

@@ -1,14 +1,14 @@
-"""Certificates of completions: what fixes the bits of one, so that anybody can compute it again, and see."""
+"""`Certificate`: what fixes the bits of a completion, so that anybody can compute it again, and see."""
 
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import attrs
 
-from weft.arguments.checks import Rule, check_values, is_int, is_number
+from weft.arguments.checks import is_int, is_number
 from weft.arguments.json_text import Fields, read_json_lines
 from weft.batch import EMBEDDED
 from weft.display.quantities import counted
@@ -17,12 +17,9 @@ from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.evaluation.facts import digest, facts_of, seen_of
-from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.evaluation.facts import digest, digest_tokenizer, facts_of, seen_of
 from weft.transforms.engine.requests import Request
 from weft.transforms.pipelines.transports import Transport
-from weft.transforms.pipelines.transports.local import Local
 
 FORMAT = "weft certificate 1"
 _UNSAID = "logprobs", "prompt_logprobs", "n"
@@ -31,8 +28,12 @@ _UNSAID = "logprobs", "prompt_logprobs", "n"
 
 @attrs.frozen(kw_only=True, repr=False)
 class Certificate(Tabled):
-    """A completion, and all that its bits depend on, if the model is batch invariant. It prints as a table, and `save`
-    and `load` keep it as JSON.
+    """A completion, and all that its bits depend on, if the model is batch invariant. It prints as a table, and is kept
+    as JSON: `save` and `load` are for one, `save_all` and `load_all` for the lines of a file, as `weft generate
+    --certificates` writes them.
+
+    It does not prove that functions of one's own in the stages are batch invariant: two completions that are verified
+    together may be equal where each alone is not. `weft.proofs.check(f, given, batch_invariant=True)` looks for that.
 
     Args:
         prompt: the token ids.
@@ -44,6 +45,8 @@ class Certificate(Tabled):
         program: a digest of the configuration, and of functions of one's own in the stages: of their compiled code, and
             of the values that they close over and read, tensors among them. It names the types of values that have no
             digest, such as a lock. Operators that one registers with torch, and extensions in C, are not in it.
+        tokenizer: a digest of the tokenizer, if texts end the completion or are kept out of it (`stop`, `bad_words`);
+            None: no bit depends on it.
         versions: of weft (with a digest of its source), Python, torch and triton; and the device.
     """
 
@@ -56,12 +59,14 @@ class Certificate(Tabled):
     finish_reason: str
     weights: str
     program: str
+    tokenizer: str | None = None
     versions: Mapping[str, str]
 
     @property
     def facts(self) -> dict[str, str]:
         """All but the request on which the bits depend, by name."""
-        return {**self.versions, "weights": self.weights, "program": self.program}
+        own = {**self.versions, "weights": self.weights, "program": self.program}
+        return own if self.tokenizer is None else {**own, "tokenizer": self.tokenizer}
 
     def text(self) -> str:
         """The certificate as one line of JSON."""
@@ -73,8 +78,12 @@ class Certificate(Tabled):
         return json.dumps({"format": FORMAT, **own})
 
     def save(self, path: Path | str) -> None:
-        """Write it to a file."""
-        Path(path).write_text(self.text() + "\n", encoding="utf-8")
+        """Write it to a file.
+
+        Raises:
+            RequestError: the file cannot be written.
+        """
+        _write(path, [self], f"certificate.save({str(path)!r})")
 
     @classmethod
     def load(cls, path: Path | str) -> "Certificate":
@@ -84,12 +93,28 @@ class Certificate(Tabled):
             ConfigError, RequestError: the file cannot be read, or is not one certificate.
         """
         call = f"weft.Certificate.load({str(path)!r})"
-        found, *others = read_certificates(Path(path), call)
+        found, *others = _read(path, call)
         if others:
-            raise RequestError(
-                call, f"{1 + len(others)} certificates", "a file of one; or weft verify, which takes several"
-            )
+            raise RequestError(call, f"{1 + len(others)} certificates", f"weft.Certificate.load_all({str(path)!r})")
         return found
+
+    @staticmethod
+    def save_all(certificates: Iterable["Certificate"], path: Path | str) -> None:
+        """Write several to a file, one per line.
+
+        Raises:
+            RequestError: the file cannot be written.
+        """
+        _write(path, certificates, f"weft.Certificate.save_all(certificates, {str(path)!r})")
+
+    @staticmethod
+    def load_all(path: Path | str) -> list["Certificate"]:
+        """Read all certificates of a file, one per line.
+
+        Raises:
+            ConfigError, RequestError: the file cannot be read, or one of its lines is not a certificate.
+        """
+        return _read(path, f"weft.Certificate.load_all({str(path)!r})")
 
     @classmethod
     def from_json(cls, raw: Any, call: str, source: str) -> Self:
@@ -106,7 +131,7 @@ class Certificate(Tabled):
         known = {"format", *(field.name for field in attrs.fields(cls))}
         if strange := sorted(map(str, fields.raw.keys() - known)):
             fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(known))}")
-        for name in sorted(known - {"adapter"}):
+        for name in sorted(known - {*_OPTIONAL}):
             fields.check(name in fields.raw, name, _FORM)
         texts: dict[str, Any] = {name: fields.value(name, None, _is_text, "a text") for name in _TEXTS}
         prompt, token_ids = (tuple(fields.items(name, int, "a list of token ids")) for name in ("prompt", "token_ids"))
@@ -118,7 +143,7 @@ class Certificate(Tabled):
             **texts,
             logprobs=tuple(map(float, logprobs)),
             max_tokens=fields.integer("max_tokens", None),
-            adapter=fields.value("adapter", None, lambda x: x is None or _is_text(x), "a digest, or null"),
+            **{name: fields.value(name, None, lambda x: x is None or _is_text(x), _DIGEST) for name in _OPTIONAL},
             sampling=_read_sampling(fields),
             versions=fields.value("versions", None, _are_texts, "an object of texts"),
         )
@@ -131,18 +156,24 @@ class Certificate(Tabled):
         return Table.of({"": name, "value": value} for name, value in {**rows, **self.facts}.items())
 
 
-def read_certificates(path: Path, call: str) -> list[Certificate]:
-    """The certificates in a file, one per line.
+def _read(path: Path | str, call: str) -> list[Certificate]:
+    file = Path(path)
+    lines = read_json_lines(file, call, "certificate", _FORM)
+    return [Certificate.from_json(found, call, f"{file.name}, {name},") for name, found in lines]
 
-    Raises:
-        ConfigError, RequestError: the file cannot be read, or one of its lines is not a certificate.
-    """
-    lines = read_json_lines(path, call, "certificate", _FORM)
-    return [Certificate.from_json(found, call, f"{path.name}, {name},") for name, found in lines]
+
+def _write(path: Path | str, certificates: Iterable[Certificate], call: str) -> None:
+    text = "".join(f"{one.text()}\n" for one in certificates)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        seen = f"{getattr(error, 'strerror', error)}: {path!s:.300}"
+        raise RequestError(call, seen, "a file that can be written, in a folder that exists") from error
 
 
 _FORM = "what completion.certificate().save(path) writes"
 _TEXTS = "finish_reason", "weights", "program"
+_OPTIONAL, _DIGEST = ("adapter", "tokenizer"), "a digest, or null"
 
 
 def _is_text(value: Any) -> bool:
@@ -245,133 +276,6 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
         finish_reason=completion.finish_reason,
         weights=weights,
         program=program,
+        tokenizer=digest_tokenizer(model, sampling),
         versions=versions,
     )
-
-
-@attrs.frozen(repr=False)
-class Verification(Tabled):
-    """A completion that was computed again, beside its certificate.
-
-    Args:
-        certificate: what was certified.
-        token_ids, logprobs, finish_reason: what was computed here.
-        here: the facts here, by the names of `Certificate.facts`.
-    """
-
-    certificate: Certificate
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    here: Mapping[str, str]
-
-    @property
-    def first_difference(self) -> int | None:
-        """The index of the first token that is not equal, or whose logprob is not, bit for bit; None: all are."""
-        own, certified = (
-            [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)] for one in (self, self.certificate)
-        )
-        same = next((i for i, (a, b) in enumerate(zip(own, certified, strict=False)) if a != b), None)
-        return min(len(own), len(certified)) if same is None and len(own) != len(certified) else same
-
-    @property
-    def equal(self) -> bool:
-        """Whether the completion is equal, bit for bit, and so are the weights."""
-        same = self.first_difference is None and self.finish_reason == self.certificate.finish_reason
-        return same and "weights" not in self.other_facts
-
-    @property
-    def other_facts(self) -> dict[str, tuple[str, str]]:
-        """The facts that differ: here, and in the certificate."""
-        wanted = self.certificate.facts
-        names = sorted({*wanted, *self.here})
-        pairs = {name: (self.here.get(name, "none"), wanted.get(name, "none")) for name in names}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-    @property
-    def result(self) -> str:
-        """`equal`, `equal, with other weights`, or the first token that is not, in words."""
-        place, wanted = self.first_difference, self.certificate
-        if place is None and self.finish_reason != wanted.finish_reason:
-            return f"ends with {self.finish_reason!r}, certified {wanted.finish_reason!r}"
-        if place is None:
-            return "equal" if self.equal else "equal, with other weights"
-        found, other = self.token_ids[place : place + 1], wanted.token_ids[place : place + 1]
-        if found and found == other:
-            return f"token {place}: logprob {self.logprobs[place]!r}, certified {wanted.logprobs[place]!r}"
-        here, certified = (f"{ids[0]}" if ids else "none" for ids in (found, other))
-        return f"token {place}: {here}, certified {certified}"
-
-    def table(self) -> Table:
-        """A table of the result, and of the facts that differ."""
-        rows = [{"": "completion", "here": self.result, "certified": counted(len(self.certificate.token_ids), "token")}]
-        rows += [{"": name, "here": own, "certified": other} for name, (own, other) in self.other_facts.items()]
-        return Table.of(rows)
-
-
-_RULES: dict[str, Rule] = {
-    "certificates": (
-        lambda given: isinstance(given, list | tuple) and given and all(isinstance(one, Certificate) for one in given),
-        "weft.Certificate.load(path), or a list of them",
-    ),
-    "adapters": (
-        lambda given: isinstance(given, list | tuple) and all(isinstance(one, Adapter) for one in given),
-        "a list of weft.load_adapter(model, folder)",
-    ),
-}
-
-
-def verify(
-    certificates: Certificate | Sequence[Certificate],
-    model: Model,
-    *,
-    pipeline: int = 1,
-    graph: str = "full",
-    transport: Transport | None = None,
-    adapters: Sequence[Adapter] = (),
-    speculation: Speculation | None = None,
-    limits: EngineLimits | None = None,
-) -> list[Verification]:
-    """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit.
-
-    Args:
-        certificates: of one completion or several, by models of the same weights.
-        model: from `weft.load`; it is made batch invariant.
-        pipeline, graph, transport, speculation, limits: as `Engine` takes them. Every rank makes the same call.
-        adapters: the LoRA adapters that the certificates name by their digests.
-
-    Returns:
-        A verification for each, in order.
-
-    Raises:
-        RequestError: a certificate that this model cannot run, or of an adapter that was not given.
-
-    >>> import weft
-    >>> model = weft.load("demo", "cpu", batch_invariant=True)
-    >>> several = weft.generate(model, ["The function returns", "A list"], max_tokens=8, temperature=1.0)
-    >>> [verification] = verify(several[1].certificate(), model, pipeline=2, graph="none")
-    >>> verification.result
-    'equal'
-    """
-    call = "weft.verify(certificates, model)"
-    given = [certificates] if isinstance(certificates, Certificate) else certificates
-    check_values(call, _RULES, {"certificates": given, "adapters": adapters})
-    model, carrier = model.with_stages(batch_invariant=True), transport or Local()
-    named = {digest(own.deltas): own for own in adapters}
-    if missing := [one.adapter for one in given if one.adapter is not None and one.adapter not in named]:
-        seen = f"a completion of the adapter {missing[0]}, and adapters {', '.join(named) or 'none'}"
-        raise RequestError(call, seen, "adapters=[weft.load_adapter(model, folder)] of that one")
-    longest = min(max(len(one.prompt) + one.max_tokens for one in given), model.config.max_position_embeddings)
-    limits = limits or EngineLimits(max_num_reqs=min(len(given), 64), max_model_len=longest)
-    options: dict[str, Any] = {"transport": transport, "speculation": speculation, "adapters": named}
-    engine = Engine(model, limits, pipeline=pipeline, graph=graph, seed=0, **options)
-    for index, one in enumerate(given):
-        engine.add([*one.prompt], one.sampling, max_tokens=one.max_tokens, id=str(index), adapter=one.adapter)
-    states = {int(output.id): output for output in engine if output.finish_reason is not None}
-    weights, program, versions = facts_of(model, carrier)
-    here = {**versions, "weights": weights, "program": program}
-    made = [states[index] for index in range(len(given))]
-    return [
-        Verification(one, tuple(own.track.token_ids), tuple(own.track.logprobs), own.track.reason, here)
-        for one, own in zip(given, made, strict=True)
-    ]

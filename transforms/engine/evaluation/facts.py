@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft import __version__
 from weft.ops.register import triton_version
+from weft.sampling import SamplingParams
 from weft.stages.checkpoints.reading import digest_params
 from weft.stages.model import Model
 from weft.torchapi.private import changes_of
@@ -97,6 +98,14 @@ def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_te
     functions, undigested = digest_functions(model, of_tensor)
     found = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
     return f"{found}, without {', '.join(undigested)}" if undigested else found
+
+
+def digest_tokenizer(model: Model, sampling: SamplingParams) -> str | None:
+    """A digest of the tokenizer of a model, if a completion depends on it: `stop` compares texts, and `bad_words` bars
+    the tokens of some. Otherwise all is token ids."""
+    if model.tokenizer is None or not (sampling.stop or sampling.bad_words):
+        return None
+    return _short([model.tokenizer.to_str()])
 
 
 def versions(device: torch.device) -> dict[str, str]:

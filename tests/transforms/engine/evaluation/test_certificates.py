@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given
+from tokenizers import Tokenizer
 from torch import Tensor
 
 import weft
@@ -25,6 +26,7 @@ from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.evaluation.facts import digest_program, digest_weights
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.outputs import OutputProcessor, RequestOutput
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.transports.threads import Threads
 
@@ -86,6 +88,16 @@ def test_it_is_saved_and_shown(certificate: weft.Certificate, tmp_path: Path) ->
         assert text in shown
 
 
+def test_several_are_lines_of_a_file(completions: list[weft.Completion], tmp_path: Path) -> None:
+    several = [one.certificate() for one in completions]
+    weft.Certificate.save_all(several, tmp_path / "several.jsonl")
+    assert weft.Certificate.load_all(tmp_path / "several.jsonl") == several
+    several[0].save(tmp_path / "one.json")
+    assert weft.Certificate.load_all(tmp_path / "one.json") == several[:1]
+    with pytest.raises(RequestError, match="a file that can be written, in a folder that exists"):
+        weft.Certificate.save_all(several, tmp_path / "no" / "folder")
+
+
 def tampered(one: weft.Certificate) -> dict[str, tuple[weft.Certificate, str]]:
     ids, logprobs = one.token_ids, one.logprobs
     other = (ids[1] + 1) % 12
@@ -118,6 +130,61 @@ def test_the_first_difference_is_named(model: Model, what: str) -> None:
     [found] = weft.verify(changed, model)
     assert (found.result, found.equal) == (expected, False)
     assert expected in str(found)
+
+
+def counted_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of what completions of engines got, as they run."""
+    lengths = list[int]()
+
+    def append(self: Any, *args: Any) -> RequestOutput:
+        output = before(self, *args)
+        lengths.append(len(output.token_ids))
+        return output
+
+    before = OutputProcessor.append
+    monkeypatch.setattr(OutputProcessor, "append", append)
+    return lengths
+
+
+@pytest.mark.parametrize("way", ["as before", "two stages", "in chunks, with drafts"])
+def test_no_more_is_computed_than_is_compared(model: Model, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token after those that were certified, and up to one step after a difference."""
+    [one] = generate(model, [[1, 2]], max_tokens=62, sampling=weft.SamplingParams(temperature=1.0, seed=1))
+    whole, lengths = one.certificate(), counted_tokens(monkeypatch)
+    assert len(whole.token_ids) == 62
+    cut = attrs.evolve(whole, token_ids=whole.token_ids[:3], logprobs=whole.logprobs[:3], finish_reason="stop")
+    other = attrs.evolve(whole, token_ids=(whole.token_ids[0], 1 - min(whole.token_ids[1], 1), *whole.token_ids[2:]))
+    options = {name: x for name, x in WAYS[way].items() if name != "limits"}
+    [found] = weft.verify(cut, model, **options)
+    assert found.result == f"token 3: {whole.token_ids[3]}, certified none"
+    assert sum(lengths) <= 4
+    lengths.clear()
+    [found] = weft.verify(other, model, **options)
+    assert found.result.startswith("token 1: ")
+    assert found.finish_reason == "abort"
+    assert sum(lengths) <= 8
+    huge = [attrs.evolve(cut, max_tokens=2**31 - 1)] * 70
+    wide = attrs.evolve(model, config=attrs.evolve(model.config, max_position_embeddings=2**31 - 1))
+    assert {one.first_difference for one in weft.verify(huge, wide, **options)} == {3}
+
+
+def test_the_tokenizer_counts_where_texts_do(tmp_path: Path) -> None:
+    own = weft.load("demo", "cpu", batch_invariant=True)
+    assert own.tokenizer is not None
+    raw = json.loads(own.tokenizer.to_str())
+    ids = raw["model"]["vocab"]
+    ids["e"], ids["o"] = ids["o"], ids["e"]
+    other = attrs.evolve(own, tokenizer=Tokenizer.from_str(json.dumps(raw)))
+    sampling = [weft.SamplingParams(), weft.SamplingParams(stop="e"), weft.SamplingParams(bad_words=["e"])]
+    certificates = [one.certificate() for one in generate(own, [[65, 66]] * 3, max_tokens=12, sampling=sampling)]
+    assert [one.tokenizer is None for one in certificates] == [True, False, False]
+    weft.Certificate.save_all(certificates, tmp_path / "several.jsonl")
+    assert weft.Certificate.load_all(tmp_path / "several.jsonl") == certificates
+    assert all(not one.other_facts and one.equal for one in weft.verify(certificates, own))
+    found = weft.verify(certificates, other)
+    assert [[*one.other_facts] for one in found] == [[], ["tokenizer"], ["tokenizer"]]
+    without = attrs.evolve(own, tokenizer=None)
+    assert weft.verify(certificates[0], without)[0].equal
 
 
 def test_other_weights_are_not_equal_even_where_the_tokens_are(model: Model) -> None:
@@ -251,8 +318,11 @@ def test_a_file_of_something_else(
     with pytest.raises(ConfigError, match="no format"):
         weft.Certificate.load(path)
     path.write_text(certificate.text() + "\n" + certificate.text())
-    with pytest.raises(RequestError, match="2 certificates"):
+    with pytest.raises(RequestError, match="2 certificates") as more:
         weft.Certificate.load(path)
+    assert more.value.instead == f"weft.Certificate.load_all({str(path)!r})"
+    with pytest.raises(RequestError, match="there is no file"):
+        weft.Certificate.load(tmp_path / "none")
     with pytest.raises(RequestError, match="cannot be read"):
         weft.Certificate.load(tmp_path)
 
@@ -260,7 +330,9 @@ def test_a_file_of_something_else(
 def test_a_certificate_that_this_model_cannot_run(model: Model, certificate: weft.Certificate) -> None:
     with pytest.raises(RequestError, match="holds 400"):
         weft.verify(attrs.evolve(certificate, prompt=(400,)), model)
-    with pytest.raises(RequestError, match=re.escape("weft.Certificate.load(path), or a list of them")):
+    with pytest.raises(
+        RequestError, match=re.escape("weft.Certificate.load(path), or a list of them: weft.Certificate.load_all")
+    ):
         weft.verify([], model)
     adapters: Any = ["folder"]
     with pytest.raises(RequestError, match=re.escape("a list of weft.load_adapter(model, folder)")):

@@ -1,0 +1,177 @@
+"""`verify`: compute certified completions again, and compare them bit for bit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from weft.arguments.checks import Rule, check_values
+from weft.display.quantities import counted
+from weft.display.tables import Table, Tabled
+from weft.errors import RequestError
+from weft.stages.adapters import Adapter
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.certificates import Certificate
+from weft.transforms.engine.evaluation.facts import digest, digest_tokenizer, facts_of
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.local import Local
+
+
+@attrs.frozen(repr=False)
+class Verification(Tabled):
+    """A completion that was computed again, beside its certificate.
+
+    Args:
+        certificate: what was certified.
+        token_ids, logprobs, finish_reason: what was computed here: up to the first token that differs, where the reason
+            is `abort`, and at most one token more than were certified.
+        here: the facts here, by the names of `Certificate.facts`.
+    """
+
+    certificate: Certificate
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    here: Mapping[str, str]
+
+    @property
+    def first_difference(self) -> int | None:
+        """The index of the first token that is not equal, or whose logprob is not, bit for bit; None: all are."""
+        own, certified = (
+            [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)] for one in (self, self.certificate)
+        )
+        same = next((i for i, (a, b) in enumerate(zip(own, certified, strict=False)) if a != b), None)
+        return min(len(own), len(certified)) if same is None and len(own) != len(certified) else same
+
+    @property
+    def equal(self) -> bool:
+        """Whether the completion is equal, bit for bit, and so are the weights."""
+        same = self.first_difference is None and self.finish_reason == self.certificate.finish_reason
+        return same and "weights" not in self.other_facts
+
+    @property
+    def other_facts(self) -> dict[str, tuple[str, str]]:
+        """The facts that differ: here, and in the certificate."""
+        wanted = self.certificate.facts
+        names = sorted({*wanted, *self.here})
+        pairs = {name: (self.here.get(name, "none"), wanted.get(name, "none")) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @property
+    def result(self) -> str:
+        """`equal`, `equal, with other weights`, or the first token that is not, in words."""
+        place, wanted = self.first_difference, self.certificate
+        if place is None and self.finish_reason != wanted.finish_reason:
+            return f"ends with {self.finish_reason!r}, certified {wanted.finish_reason!r}"
+        if place is None:
+            return "equal" if self.equal else "equal, with other weights"
+        found, other = self.token_ids[place : place + 1], wanted.token_ids[place : place + 1]
+        if found and found == other:
+            return f"token {place}: logprob {self.logprobs[place]!r}, certified {wanted.logprobs[place]!r}"
+        here, certified = (f"{ids[0]}" if ids else "none" for ids in (found, other))
+        return f"token {place}: {here}, certified {certified}"
+
+    def table(self) -> Table:
+        """A table of the result, and of the facts that differ."""
+        rows = [{"": "completion", "here": self.result, "certified": counted(len(self.certificate.token_ids), "token")}]
+        rows += [{"": name, "here": own, "certified": other} for name, (own, other) in self.other_facts.items()]
+        return Table.of(rows)
+
+
+_RULES: dict[str, Rule] = {
+    "certificates": (
+        lambda given: isinstance(given, list | tuple) and given and all(isinstance(one, Certificate) for one in given),
+        "weft.Certificate.load(path), or a list of them: weft.Certificate.load_all(path)",
+    ),
+    "adapters": (
+        lambda given: isinstance(given, list | tuple) and all(isinstance(one, Adapter) for one in given),
+        "a list of weft.load_adapter(model, folder)",
+    ),
+}
+
+
+def verify(
+    certificates: Certificate | Sequence[Certificate],
+    model: Model,
+    *,
+    pipeline: int = 1,
+    graph: str = "full",
+    transport: Transport | None = None,
+    adapters: Sequence[Adapter] = (),
+    speculation: Speculation | None = None,
+    limits: EngineLimits | None = None,
+) -> list[Verification]:
+    """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit.
+
+    Args:
+        certificates: of one completion or several, by models of the same weights.
+        model: from `weft.load`; it is made batch invariant.
+        pipeline, graph, transport, speculation, limits: as `Engine` takes them. Every rank makes the same call.
+        adapters: the LoRA adapters that the certificates name by their digests.
+
+    Returns:
+        A verification for each, in order.
+
+    Raises:
+        RequestError: a certificate that this model cannot run, or of an adapter that was not given.
+
+    >>> import weft
+    >>> model = weft.load("demo", "cpu", batch_invariant=True)
+    >>> several = weft.generate(model, ["The function returns", "A list"], max_tokens=8, temperature=1.0)
+    >>> [verification] = verify(several[1].certificate(), model, pipeline=2, graph="none")
+    >>> verification.result
+    'equal'
+    """
+    call = "weft.verify(certificates, model)"
+    given = [certificates] if isinstance(certificates, Certificate) else certificates
+    check_values(call, _RULES, {"certificates": given, "adapters": adapters})
+    model, carrier = model.with_stages(batch_invariant=True), transport or Local()
+    named = {digest(own.deltas): own for own in adapters}
+    if missing := [one.adapter for one in given if one.adapter is not None and one.adapter not in named]:
+        seen = f"a completion of the adapter {missing[0]}, and adapters {', '.join(named) or 'none'}"
+        raise RequestError(call, seen, "adapters=[weft.load_adapter(model, folder)] of that one")
+    longest = min(max(len(one.prompt) + _most_tokens(one) for one in given), model.config.max_position_embeddings)
+    limits = limits or EngineLimits(max_num_reqs=min(len(given), 64), page_size=model.functions.page_size)
+    if limits.max_model_len is None:
+        limits = attrs.evolve(limits, max_model_len=longest)
+    options: dict[str, Any] = {"transport": transport, "speculation": speculation, "adapters": named}
+    engine = Engine(model, limits, pipeline=pipeline, graph=graph, seed=0, **options)
+    for index, one in enumerate(given):
+        engine.add([*one.prompt], one.sampling, max_tokens=_most_tokens(one), id=str(index), adapter=one.adapter)
+    found = _run(engine, given)
+    weights, program, versions = facts_of(model, carrier)
+    here = {**versions, "weights": weights, "program": program}
+    for place, one in enumerate(given):
+        tokenizer = digest_tokenizer(model, one.sampling)
+        own = here if tokenizer is None else {**here, "tokenizer": tokenizer}
+        found[place] = attrs.evolve(found[place], here=own)
+    return found
+
+
+def _most_tokens(one: Certificate) -> int:
+    """The tokens to generate to compare a completion: one more than were certified tells that it did not end there."""
+    return min(one.max_tokens, len(one.token_ids) + 1)
+
+
+def _run(engine: Engine, given: Sequence[Certificate]) -> list[Verification]:
+    """The completions of the requests 0, 1, ... of an engine, each ended after its first difference."""
+    found: dict[int, Verification] = {}
+    for output in engine:
+        index, own, reason = int(output.id), output.track, output.finish_reason
+        if reason is None and _differs(given[index], output):
+            reason = "abort"
+            engine.abort(output.id)
+        if reason is not None:
+            found[index] = Verification(given[index], tuple(own.token_ids), tuple(own.logprobs), reason, {})
+    return [found[index] for index in range(len(given))]
+
+
+def _differs(one: Certificate, output: RequestOutput) -> bool:
+    """Whether one of the new tokens is not as it was certified."""
+    own = output.track
+    new = slice(len(own.token_ids) - len(output.token_ids), len(own.token_ids))
+    here, certified = (([*x.token_ids[new]], [*map(float.hex, x.logprobs[new])]) for x in (own, one))
+    return here != certified
