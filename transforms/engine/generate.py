@@ -22,7 +22,7 @@ from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify
 from weft.transforms.engine.evaluation.facts import seen_of
-from weft.transforms.engine.inputs import check_sampling, encode_prompt, most_logprobs
+from weft.transforms.engine.inputs import check_sampling, each_rule, encode_prompt, most_logprobs, one_each
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.prompts import EmbedsPrompt
@@ -238,15 +238,15 @@ def generate(
         transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
     given = SamplingParams(temperature=temperature) if sampling is None else sampling
     rules = {
-        "sampling": _each_rule(SamplingParams, len(encoded), "one SamplingParams, or a list of {}"),
-        "adapter": _each_rule(
+        "sampling": each_rule(SamplingParams, len(encoded), "one SamplingParams, or a list of {}"),
+        "adapter": each_rule(
             Adapter | None, len(encoded), "weft.load_adapter(model, folder), or a list of {} of them and None"
         ),
     }
-    rules["extras"] = _each_rule(Mapping | None, len(encoded), "a dict of tensors by name, or a list of {} of them")
+    rules["extras"] = each_rule(Mapping | None, len(encoded), "a dict of tensors by name, or a list of {} of them")
     check_values(call, rules, {"sampling": given, "adapter": adapter, "extras": extras})
-    params: list[SamplingParams] = _one_each(given, len(encoded))
-    adapters: list[Adapter | None] = _one_each(adapter, len(encoded))
+    params: list[SamplingParams] = one_each(given, len(encoded))
+    adapters: list[Adapter | None] = one_each(adapter, len(encoded))
     num_logprobs = max((most_logprobs(each, model.config.vocab_size) for each in params), default=0)
     for each in params:
         check_sampling(call, model, each, num_logprobs)
@@ -265,7 +265,7 @@ def generate(
         adapters=named,
         speculation=speculation,
     )
-    inputs: list[Mapping[str, Tensor] | None] = _one_each(extras, len(encoded))
+    inputs: list[Mapping[str, Tensor] | None] = one_each(extras, len(encoded))
     for index, (ids, each, own, more) in enumerate(zip(encoded, params, adapters, inputs, strict=True)):
         engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more)
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
@@ -324,22 +324,3 @@ def _encode_prompts(model: Model, prompts: Any, call: str, chat: bool) -> list[l
     prompts = [model.encode_chat(messages) for messages in prompts] if chat else prompts
     encoded = [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
     return [own if isinstance(own, EmbedsPrompt) else ids for own, ids in zip(prompts, encoded, strict=True)]
-
-
-def _each_rule(kind: Any, count: int, instead: str) -> Rule:
-    """The rule of an argument for each prompt: one value for all of them, or a list of `count` values.
-
-    Args:
-        kind: the type of a value.
-        instead: of the error, with {} for the count.
-    """
-
-    def fits(given: Any) -> bool:
-        is_list = isinstance(given, list | tuple) and len(given) == count
-        return isinstance(given, kind) or (is_list and all(isinstance(own, kind) for own in given))
-
-    return fits, instead.format(count)
-
-
-def _one_each(given: Any, count: int) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given] * count

@@ -203,3 +203,23 @@ def with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams
     given = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
     changed: dict[str, Any] = {name: vocab_size for name, count in given.items() if count == -1}
     return attrs.evolve(params, **changed) if changed else params
+
+
+def each_rule(kind: Any, count: int, instead: str) -> Rule:
+    """The rule of an argument for each prompt or sequence: one value for all of them, or a list of `count` values.
+
+    Args:
+        kind: the type of a value.
+        instead: of the error, with {} for the count.
+    """
+
+    def fits(given: Any) -> bool:
+        is_list = isinstance(given, list | tuple) and len(given) == count
+        return isinstance(given, kind) or (is_list and all(isinstance(own, kind) for own in given))
+
+    return fits, instead.format(count)
+
+
+def one_each(given: Any, count: int) -> list[Any]:
+    """The values of such an argument, one for each prompt or sequence."""
+    return list(given) if isinstance(given, list | tuple) else [given] * count

@@ -10,13 +10,20 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values, is_int, kind_of
 from weft.batch import Batch
 from weft.errors import RequestError
+from weft.stages.adapters import Adapter, stage_params
 from weft.stages.model import Model
 from weft.torchapi.private import to_device
+from weft.transforms.engine.inputs import each_rule, one_each
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 
 
-def logprobs(model: Model, sequences: Sequence[str | Sequence[int]]) -> list[Tensor]:
+def logprobs(
+    model: Model,
+    sequences: Sequence[str | Sequence[int]],
+    *,
+    adapter: Adapter | Sequence[Adapter | None] | None = None,
+) -> list[Tensor]:
     """The logprobs of each sequence's tokens but the first, with gradients, from one pass over each.
 
     Gradients go to the model's parameters: to those that require grad, or to those that a transform of torch.func
@@ -32,13 +39,15 @@ def logprobs(model: Model, sequences: Sequence[str | Sequence[int]]) -> list[Ten
         model: from `weft.load`, all of it.
         sequences: a prompt and its completion each, as token ids or as a text: of at least two tokens, and at most the
             model's limit.
+        adapter: a LoRA from `weft.load_adapter`, for all sequences or one per sequence; None: the model alone. Matrices
+            that require grad get gradients, too.
 
     Returns:
         For each sequence [number of its tokens - 1] float32, natural logarithms: entry i is the logprob of token i + 1.
 
     Raises:
-        RequestError: not a list of sequences, a sequence that is too short or too long, or one with an id that is not a
-            token; or the model is one stage of a whole.
+        RequestError: not a list of sequences, another number of adapters, a sequence that is too short or too long, or
+            one with an id that is not a token; or the model is one stage of a whole.
         DerivativeError: gradients of a model in FP8.
 
     >>> import weft
@@ -54,16 +63,24 @@ def logprobs(model: Model, sequences: Sequence[str | Sequence[int]]) -> list[Ten
     every = [model.encode(own) if isinstance(own, str) else own for own in sequences]
     for index, ids in enumerate(every):
         _check_sequence(call, model, f"sequences[{index}]", ids)
+    rule = each_rule(Adapter | None, len(every), "weft.load_adapter(model, folder), or a list of {} of them and None")
+    check_values(call, {"adapter": rule}, {"adapter": adapter})
+    own: list[Adapter | None] = one_each(adapter, len(every))
+    once = {id(each): each for each in own if each is not None}
+    slots = [[*once].index(id(each)) if each is not None else -1 for each in own]
 
     lengths = [len(ids) - 1 for ids in every]
     runner = make_runner(model, Limits(len(every), sum(lengths)), mode="none")
+    params = stage_params(model, runner.layouts, [*once.values()])
     found: list[Tensor] = []
     for group in _groups(every):
-        counts = lengths[len(found) : len(found) + len(group)]
-        batch = Batch.ragged(range(len(group)), [ids[:-1] for ids in group], device=model.device)
+        here = slice(len(found), len(found) + len(group))
+        counts, adapters = lengths[here], slots[here]
+        active, inputs = len({*adapters} - {-1}), [ids[:-1] for ids in group]
+        batch = Batch.ragged(range(len(group)), inputs, num_active_loras=active, device=model.device)
         targets = to_device(torch.tensor([token for ids in group for token in ids[1:]]), model.device)
-        state = make_state(model, runner.layouts, counts)
-        _, out = runner.step(runner.params, state, attrs.evolve(batch, targets=targets))
+        state = make_state(model, runner.layouts, counts, adapters=adapters)
+        _, out = runner.step(params, state, attrs.evolve(batch, targets=targets))
         assert out.prompt_logprobs is not None, "the batch has targets"
         found += out.prompt_logprobs.split(counts)
     return found

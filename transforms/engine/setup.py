@@ -253,6 +253,7 @@ def make_state(
     prompts: Sequence[Sequence[int]] | None = None,
     mrope_position_deltas: Sequence[int] | None = None,
     extras: Sequence[Mapping[str, Tensor]] | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> tuple[State, ...]:
     """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and enough pages for each
     request to grow to its length.
@@ -261,8 +262,9 @@ def make_state(
         model: the checkpoint.
         layouts: the stages' layers, as in `Runner.layouts`.
         lengths: the most tokens that each request will hold.
-        sampling, prompts, mrope_position_deltas, extras: one per request, as `weft.state.admit` takes them. None:
-            greedy; empty prompts, so that penalties count none of their tokens; 0; the model's defaults.
+        sampling, prompts, mrope_position_deltas, extras, adapters: one per request, as `weft.state.admit` takes them.
+            None: greedy; empty prompts, so that penalties count none of their tokens; 0; the model's defaults; no
+            adapters.
 
     Raises:
         RequestError: lengths that are not a list of integers >= 1.
@@ -286,7 +288,7 @@ def make_state(
         device=model.device,
     )
     rows = range(len(lengths))
-    own: dict[str, Any] = {"mrope_position_deltas": mrope_position_deltas, "extras": extras}
+    own: dict[str, Any] = {"mrope_position_deltas": mrope_position_deltas, "extras": extras, "adapters": adapters}
     beside = (_with_pages_beside(state, layout, model) for state, layout in zip(states, layouts, strict=True))
     carrying = (_carrying(state, model.functions.carries) for state in beside)
     return tuple(admit(empty, rows, pages, params, prompts, **own) for empty in carrying)

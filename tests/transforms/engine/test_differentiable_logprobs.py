@@ -26,11 +26,13 @@ import weft
 from weft.errors import DerivativeError, RequestError
 from weft.proofs.strategies.engine.invariant import INVARIANT_MODELS, invariant_model
 from weft.stages.model import Model
+from weft.stages.random_weights import random_adapter
 from weft.trees import tree_leaves, tree_map
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SEQUENCES = prompts_of([max(length, 2) for length in LENGTHS])
 TOLERANCE = 2e-5
+Q = "self_attn.q_proj"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,6 +82,47 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
                 assert all(x.requires_grad == (own is not model) for x in found)
                 pairs = zip(found, prompts, said, strict=True)
                 assert all(x[len(ids) - 1 :].tolist() == one.logprobs for x, ids, one in pairs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_adapter_per_sequence_gives_the_engine_s_bits(device: str) -> None:
+    """In one step, in several, and each alone; by `generate` and by an engine in another split and mode."""
+    model = invariant_model("Qwen3")
+    model = attrs.evolve(model, params=tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, model.params))
+    layers = [f"model.layers.{i}.{name}" for i in range(model.config.num_layers) for name in ("mlp.down_proj", Q)]
+    one, two = (random_adapter(model.config, layers, rank=2, seed=seed, std=0.5) for seed in (1, 2))
+    adapters, prompts = [one, None, two, one], prompts_of((19, 1, 7, 2), vocab_size=7)
+    said = weft.generate(model, prompts, max_tokens=12, temperature=1.0, seed=5, adapter=adapters)
+    sequences = [ids + own.token_ids for ids, own in zip(prompts, said, strict=True)]
+    engine = weft.Engine(model, pipeline=2, graph="piecewise", adapters={"one": one, "two": two})
+    for index, (ids, own) in enumerate(zip(sequences, ("one", None, "two", "one"), strict=True)):
+        sampling = weft.SamplingParams(prompt_logprobs=0)
+        engine.add(ids, sampling, max_tokens=1, id=str(index), adapter=own)
+    forced = {int(output.id): output.track.prompt_logprobs for output in engine if output.finish_reason}
+    many = weft.logprobs(model, sequences * 8, adapter=adapters * 8)
+    alone = [weft.logprobs(model, [ids], adapter=own)[0] for ids, own in zip(sequences, adapters, strict=True)]
+    for found in (weft.logprobs(model, sequences, adapter=adapters), many[:4], many[-4:], alone):
+        assert [x.tolist() for x in found] == [forced[index] for index in range(4)]
+        pairs = zip(found, prompts, said, strict=True)
+        assert all(x[len(ids) - 1 :].tolist() == own.logprobs for x, ids, own in pairs)
+    assert not torch.equal(alone[0], weft.logprobs(model, sequences[:1])[0])
+
+
+def test_gradients_of_an_adapter_are_those_of_the_merged_weights() -> None:
+    model = weft.load("demo", "cpu", "float32")
+    name = "model.layers.1.mlp.down_proj"
+    adapter = random_adapter(model.config, [name], rank=2, seed=1, std=0.1)
+    a, b = (x.requires_grad_() for x in adapter.deltas[name])
+    found = weft.logprobs(model, ["A list is", "The function"], adapter=[adapter, None])
+    own = torch.autograd.grad(found[0].sum(), (a, b), retain_graph=True)
+    layer = model.params.layers[1]
+    merged = attrs.evolve(layer, down_proj=layer.down_proj + b @ a)
+    params = attrs.evolve(model.params, layers=(model.params.layers[0], merged, *model.params.layers[2:]))
+    [wanted] = weft.logprobs(attrs.evolve(model, params=params), ["A list is"])
+    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
+    for x, other in zip(own, torch.autograd.grad(wanted.sum(), (a, b)), strict=True):
+        torch.testing.assert_close(x, other, rtol=1e-3, atol=1e-4)
+    assert not any(x.any() for x in torch.autograd.grad(found[1].sum(), (a, b)))
 
 
 def test_torch_func_follows_the_sampler_s_bits() -> None:
@@ -141,6 +184,14 @@ def test_what_is_no_sequence_is_refused(demo: Model, case: str) -> None:
     sequences, seen, instead = REFUSED[case]
     with refused(RequestError, CALL, seen, instead):
         weft.logprobs(demo, sequences)
+
+
+def test_adapters_that_are_not_one_per_sequence_are_refused(demo: Model) -> None:
+    wrong: Any
+    for wrong in ([None], "folder"):
+        instead = "weft.load_adapter(model, folder), or a list of 2 of them and None"
+        with refused(RequestError, CALL, f"adapter={wrong!r}", instead):
+            weft.logprobs(demo, ["An", "As"], adapter=wrong)
 
 
 def test_a_stage_of_a_model_and_derivatives_in_fp8_are_refused() -> None:
