@@ -86,7 +86,8 @@ def check(
             last two. `microbatch` is for functions separable by rows, `(params, state, batch) -> (state, out)`; `bits`
             for those and for functions with a ladder.
         batch_invariant: check `bits`, too: in `weft.batch_invariant()` no bit of a result depends on padding, or on the
-            rest of the batch. Where one does, the error names the first operator whose result differs.
+            rest of the batch. Where one does, the error names the first operator whose result differs. It sees only
+            the sizes that it was given: draw those that you serve, and pad to them by a ladder.
         atol, rtol: the tolerance where two runs have different shapes (`pad`, `microbatch`). All else is bitwise.
         device: the device of the arguments, `"cuda"` for CUDA graphs; None: the device they were drawn on.
         max_examples: for each law; None: a quarter of what the active Hypothesis profile says, since an example
@@ -117,10 +118,9 @@ def check(
         seen = f"a graphified function, and {', '.join(options)}"
         raise CheckError(call, seen, "the function itself with these options, or the graphified one without")
     subject = Subject(graph, name_of(graph.__wrapped__), Tolerance(atol, rtol))
-    if batch_invariant:
-        others = [law.name for law in LAWS if not law.asked] if laws is None else laws
-        laws = [*((others,) if isinstance(others, str) else others), "bits"]
     chosen, examples = _chosen(call, subject, laws), _examples(call, given)
+    if batch_invariant:
+        chosen += [law for law in _chosen(call, subject, "bits") if law not in chosen]
 
     def prepared(arguments: Any) -> Arguments:
         bound: Arguments = copies(subject.bind(check_arguments(arguments, call, "drew ")), device)

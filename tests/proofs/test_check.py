@@ -301,6 +301,14 @@ def test_a_batch_invariant_step_has_the_same_bits_in_parts() -> None:
     assert rows["bits"][-3:] == ["holds", "1", "2"]
 
 
+def test_bits_without_a_ladder_leave_out_the_law_of_padding() -> None:
+    rows = table(exact, WIDE, batch_invariant=True)
+    assert rows["bits"][-3:] == ["holds", "1", "2"]
+    assert "needs a ladder" in " ".join(rows["pad"])
+    with pytest.raises(CheckError, match="laws='pad', which needs a ladder"):
+        check(exact, WIDE, laws="pad", batch_invariant=True)
+
+
 def test_the_first_operator_that_is_not_batch_invariant_is_named() -> None:
     law, error = broken(by_the_batch, WIDE, laws=(), batch_invariant=True)
     assert law == "bits"
