@@ -67,7 +67,8 @@ class SamplingParams:
         stop: texts that end it; the one that begins first in its text wins.
         include_stop_str_in_output: its text ends after the stop text or token that ended it, not before.
         ignore_eos: the model's end-of-sequence tokens do not end it.
-        seed: with a token's position it fixes what is drawn, whatever whole number it is; None: a fresh one.
+        seed: a whole number from -2**63 to 2**63 - 1, which with a token's position fixes what is drawn; None: a fresh
+            one.
         logprobs: return the logprobs of this many of the likeliest tokens, and the rank of the chosen one; -1: of all
             tokens; None: no logprobs but the chosen one's.
         prompt_logprobs: the same for each token of the prompt.
@@ -230,7 +231,7 @@ _CHECKS: dict[str, tuple[Any, str]] = {
     "stop_token_ids": (_are_tokens, _TOKENS),
     **dict.fromkeys(("bad_words", "stop"), _TEXTS),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"), _BOOL),
-    "seed": (lambda x: x is None or is_int(x, -(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
+    "seed": (lambda x: x is None or is_int(x, -(2**63), 2**63 - 1), "a whole number from -2**63 to 2**63 - 1, or None"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
     "n": (lambda x: is_int(x, 1, _MOST_COMPLETIONS), f"a whole number from 1 to {_MOST_COMPLETIONS}"),

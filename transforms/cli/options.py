@@ -275,7 +275,7 @@ class Generate(RunOptions):
 @attrs.frozen(kw_only=True)
 class Verify(RunOptions):
     """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit. Print
-    `equal`, or the first token that is not, and exit with 1 if one is not equal."""
+    `equal`, `equal, with other weights`, or the first token that differs, and exit with 1 unless all are equal."""
 
     command, usage = "verify", "CERTIFICATES --model DIR [options]"
     summary = "compute certified completions again, and compare every bit"

@@ -104,7 +104,8 @@ def verify(
     speculation: Speculation | None = None,
     limits: EngineLimits | None = None,
 ) -> list[Verification]:
-    """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit.
+    """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit. Each
+    ends after its first difference, or one token after those that were certified.
 
     Args:
         certificates: of one completion or several, by models of the same weights.
