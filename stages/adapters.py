@@ -28,6 +28,7 @@ from weft.stages.layer_fields import Part, adaptable, layer_fields
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams, LayerLora, LayerParams, LoraWeights, slice_params
+from weft.trees import OF_THIS_PROCESS
 
 T = TypeVar("T")
 Names = tuple[str, ...] | Expression
@@ -68,8 +69,8 @@ class Adapter:
     """
 
     deltas: Mapping[str, tuple[Tensor, Tensor]]
-    path: Path
-    origin: Origin | None = attrs.field(default=None, kw_only=True)
+    path: Path = attrs.field(metadata=OF_THIS_PROCESS)
+    origin: Origin | None = attrs.field(default=None, kw_only=True, metadata=OF_THIS_PROCESS)
 
     @property
     def weights(self) -> str:

@@ -78,7 +78,11 @@ def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 def _digest_tensor(x: Tensor) -> str:
     found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
-    flat = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    flat = (
+        x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        if x.numel()
+        else x.new_empty(0, dtype=torch.uint8)
+    )
     for part in flat.split(_BYTES):
         found.update(part.cpu().numpy())
     return found.hexdigest()

@@ -5,6 +5,7 @@ differ from rank to rank. A certificate has to tell apart two programs of the sa
 each function is compiled to.
 """
 
+import copyreg
 import dis
 import enum
 import functools
@@ -308,7 +309,8 @@ def _reduced(value: Any) -> Iterator[Any]:
     Raises:
         TypeError: it cannot be pickled.
     """
-    found: Any = value.__reduce_ex__(4)
+    own = copyreg.dispatch_table.get(type(value))
+    found: Any = value.__reduce_ex__(4) if own is None else own(value)
     yield type(value)
     if isinstance(found, str):
         yield found

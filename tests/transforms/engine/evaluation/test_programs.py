@@ -1,6 +1,7 @@
 """Digests of programs: changes of functions of one's own, and of what they read, that a certificate notices."""
 
 import functools
+import re
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +155,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "a tensor in a variable": lambda by: reading({"tensors": [torch.tensor(by)]}),
     "a function in a variable": lambda by: reading(closing_over(by)),
     "an object in a variable": lambda by: reading(types.SimpleNamespace(by=by)),
+    "a pattern": lambda by: closing_over(re.compile(f"{by}")),
+    "an array": lambda by: closing_over(np.full(3, by)),
+    "a transform": lambda by: torch.no_grad()(closing_over(by)),
+    "a compiled function": lambda by: torch.compile(closing_over(by)),
+    "a conjugate": lambda by: closing_over(torch.tensor([1j * by]).conj()),
     "a set": lambda by: closing_over({"a", "b", by}),
 }
 
