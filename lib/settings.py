@@ -72,9 +72,10 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """Make weft's operators batch invariant inside, in this thread: a token's result is a function of the token, its
     context and the parameters, bit for bit, whatever else is in the batch, and wherever a prompt was cut.
 
-    Each sum has an order that depends on the shapes of the parameters and on the token's position alone. Torch's own
-    operators are not changed: the number of rows may change their products. `graphify` has the context in its key. A
-    model loaded with `batch_invariant=True` runs in it, whatever is around the call.
+    Each sum has an order that depends on the shapes of the parameters and on the token's position alone. On the CPU its
+    operators run in one thread, without autocast, and raise DeviceError for another precision of float32 products or
+    without oneDNN. Torch's own operators are not changed: the number of rows may change their products. `graphify` has
+    the context in its key. A model loaded with `batch_invariant=True` runs in it, whatever is around the call.
 
     Args:
         enabled: False leaves an outer context.

@@ -36,6 +36,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.5)
     tensor([[0.8321, 1.1094]])
     """
+    return torch_rms_norm(x, weight, eps)
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Torch's own norm `[..., N]`, with sums that depend on their row alone."""
+    if x.numel() == x.shape[-1]:  # torch divides a sum among threads if it is the only one
+        return torch.nn.functional.rms_norm(x.expand(2, *x.shape), (x.shape[-1],), weight, eps)[0]
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 

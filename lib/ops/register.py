@@ -11,6 +11,7 @@ from torch import Tensor, library
 
 from weft.errors import DerivativeError, DeviceError
 from weft.settings import ANYWHERE, is_batch_invariant
+from weft.torchapi.cpu_sums import in_fixed_order
 from weft.torchapi.private import (
     FUNCTORCH_KEY,
     in_functorch_transform,
@@ -83,7 +84,7 @@ def operator(
     A last parameter `batch_invariant: bool = False` of the function and of its kernel is not a parameter of the call.
     It makes a second operator, `weft::name.batch_invariant`, which is called in `weft.batch_invariant()`: so a traced
     program says which of the two it runs. In that context a derivative is that of `functional`, and the values are the
-    operator's, bit for bit.
+    operator's, bit for bit. On the CPU it runs in one thread (`weft.torchapi.cpu_sums`).
     """
 
     def register(reference: Callable[P, R]) -> Operator[P, R]:
@@ -143,10 +144,7 @@ def _define_invariant(
 ) -> Any:
     """Define `weft::name.batch_invariant`."""
 
-    @functools.wraps(reference)
-    def invariant(*args: Any) -> Any:
-        return reference(*args, batch_invariant=True)
-
+    invariant = functools.wraps(reference)(in_fixed_order(name, reference))
     made = functools.partial(fake, **{FLAG: True}) if FLAG in inspect.signature(fake).parameters else fake
     own = f"{name}_{FLAG}" if "." in name else f"{name}.{FLAG}"
     return define(own, invariant, fake=made, kernel=kernel, parameters=parameters or reference, writes=writes)
