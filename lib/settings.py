@@ -62,9 +62,11 @@ _BATCH_INVARIANT: ContextVar[bool] = ContextVar("weft.batch_invariant", default=
 _LOCK = threading.Lock()
 is_batch_invariant: Callable[[], bool] = _BATCH_INVARIANT.get
 """Whether `batch_invariant()` is around this call."""
-ANYWHERE = [0]
-"""The number of `batch_invariant()` contexts in all threads. `torch.compile` reads no context variables: so compiled
-functions are batch invariant while there is one anywhere."""
+_OPEN = [0]
+"""The number of `batch_invariant()` contexts in all threads."""
+ANYWHERE = [False]
+"""Whether there is one. `torch.compile` reads no context variables: so compiled functions are batch invariant while
+there is one in any thread. It compiles again when this changes, so it is not the number."""
 
 
 @contextmanager
@@ -89,14 +91,18 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """
     check_values(f"weft.batch_invariant({enabled!r})", _RULES, {"enabled": enabled}, ArgumentError)
     token = _BATCH_INVARIANT.set(enabled)
-    with _LOCK:
-        ANYWHERE[0] += enabled
+    _count_contexts(enabled)
     try:
         yield
     finally:
         _BATCH_INVARIANT.reset(token)
-        with _LOCK:
-            ANYWHERE[0] -= enabled
+        _count_contexts(-enabled)
+
+
+def _count_contexts(change: int) -> None:
+    with _LOCK:
+        _OPEN[0] += change
+        ANYWHERE[0] = _OPEN[0] > 0
 
 
 @contextmanager

@@ -236,6 +236,21 @@ def test_a_compiled_function_is_batch_invariant_in_the_context() -> None:
     assert "weft.linear.batch_invariant" in traced[0]
 
 
+def test_a_compiled_function_is_compiled_once_for_any_number_of_contexts() -> None:
+    x, weight = torch.randn(5, 256), torch.randn(40, 256)
+    compiled: list[Any] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        compiled.append(module)
+        return module
+
+    step = torch.compile(lambda x: linear(x, weight), backend=backend, fullgraph=True)
+    step(x)
+    with weft.batch_invariant(), weft.batch_invariant():
+        step(x)
+    assert len(compiled) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 1024), (2048, 8192)], ids=str)
 def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
