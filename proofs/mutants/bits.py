@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from weft.ops.attention import paged
 from weft.ops.experts.products import run_experts
+from weft.ops.fp8 import MOST, as_kept
+from weft.ops.linear import multiply
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.settings import batch_invariant
@@ -18,6 +20,8 @@ from weft.stages.head import top_logprobs
 
 _BITS = find("L20")
 _ATTEND: Any = paged._attend
+_BLOCK = 256
+"""Positions of a context in a block."""
 
 
 def _by_the_number_of_tokens(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
@@ -42,6 +46,54 @@ def _split_by_the_batch(x: Tensor, weight: Tensor, bias: Tensor | None, batch_in
 def _queries_at_once(*args: Any) -> None:
     """All queries of a chunk are one product, whose order depends on where the chunk ends."""
     _ATTEND(*args[:-1], 256)
+
+
+def _split_by_the_table(
+    q: Tensor, kv_pages: Tensor, pages: Tensor, span: Any, scale: float, window: int, out: Tensor, block: int
+) -> None:
+    """A context of more than one block is split where half of the longest one that the table could hold ends."""
+    _ATTEND(q, kv_pages, pages, span, scale, window, out, block)
+    page_size, group = kv_pages.shape[2], q.shape[1] // kv_pages.shape[3]
+    half = max(len(pages) * page_size // 2, _BLOCK)
+    for token in range(span.start, span.end):
+        length = span.past + token + 1 - span.start
+        if length <= half or 0 < window < length:
+            continue
+        history = kv_pages[:, pages[: -(-length // page_size)]].flatten(1, 2)[:, :length].float()
+        keys, values = history.repeat_interleave(group, 2).transpose(1, 2)
+        weights = ((q[token][:, None].float() * scale) @ keys.transpose(1, 2)).softmax(-1)
+        mixed = weights[:, :, :half] @ values[:, :half] + weights[:, :, half:] @ values[:, half:]
+        out[token] = mixed[:, 0].to(out.dtype)
+
+
+def _queries_of_long_steps(*args: Any) -> None:
+    """The queries of a step of more than 64 tokens are one product."""
+    _ATTEND(*args[:-1], 256 if len(args[0]) > 64 else args[-1])
+
+
+def _by_the_rank(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+    """The product of an adapter of rank 8 or more splits its columns if it has more than two tokens."""
+    if not 8 <= weight.shape[1] <= 64 or len(x) <= 2:
+        return multiply(x, weight, bias, batch_invariant)
+    half = weight.shape[1] // 2
+    left = multiply(x[:, :half], weight[:, :half], bias, batch_invariant)
+    return left + multiply(x[:, half:], weight[:, half:], None, batch_invariant)
+
+
+def _by_the_number_of_tokens_in_float16(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
+) -> Tensor:
+    """In float16 alone, a small batch is another product."""
+    is_other = x.dtype == torch.float16 and len(x) <= 2
+    return F.linear(x.float(), weight.float(), bias).half() if is_other else multiply(x, weight, bias, batch_invariant)
+
+
+def _kept_by_the_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cache in FP8 rounds values relative to the largest of the step."""
+    if dtype != torch.float8_e4m3fn or not x.numel():
+        return as_kept(x, dtype)
+    scale = MOST / x.float().abs().amax().clamp(min=1e-6)
+    return as_kept(as_kept(x.float() * scale, dtype).float() / scale, dtype)
 
 
 def _experts_in_the_batch(*args: Any, **options: Any) -> Tensor:
@@ -86,6 +138,31 @@ BITS = (
     Mutant("a small batch splits the columns", _BITS, replace("weft.ops.linear", "multiply", _split_by_the_batch)),
     Mutant(
         "a chunk's queries share a product", _BITS, replace("weft.ops.attention.paged", "_attend", _queries_at_once)
+    ),
+    Mutant(
+        "a long context is split by the size of the table",
+        _BITS,
+        replace("weft.ops.attention.paged", "_attend", _split_by_the_table),
+    ),
+    Mutant(
+        "a chunk's queries share a product in a long step",
+        _BITS,
+        replace("weft.ops.attention.paged", "_attend", _queries_of_long_steps),
+    ),
+    Mutant(
+        "an adapter of rank 8 adds up in another order among others",
+        _BITS,
+        replace("weft.ops.lora", "multiply", _by_the_rank),
+    ),
+    Mutant(
+        "a product in float16 depends on the number of tokens",
+        _BITS,
+        replace("weft.ops.linear", "multiply", _by_the_number_of_tokens_in_float16),
+    ),
+    Mutant(
+        "a cache in FP8 rounds by the largest value of the step",
+        _BITS,
+        replace("weft.ops.attention.functional", "as_kept", _kept_by_the_batch),
     ),
     Mutant(
         "experts are added up in the order of the batch",

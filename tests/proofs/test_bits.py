@@ -42,10 +42,15 @@ def test_the_kinds_are_of_all_architectures() -> None:
 
 
 def test_what_is_drawn() -> None:
-    """All kinds, modes and numbers of stages, with and without threads, drafts and adapters; and images in each way."""
-    cases = draw_cases(400)
+    """All kinds, modes and numbers of stages, with and without threads, drafts and adapters; and images in each way.
+    Most prompts are short, and some longer than a block of attention."""
+    cases = draw_cases(800)
     assert {case.kind for case in cases} == set(INVARIANT_MODELS)
     assert {case.load.pipeline for case in cases} == {1, 2, 3, 4}
+    longest = [max(len(call.prompt) for call in case.load.calls) for case in cases]
+    assert sum(length < 20 for length in longest) > 600
+    assert sum(length > 64 for length in longest) > 40
+    assert any(length > 512 for length in longest)
     for found in (cases, list(filter(has_image, cases))):
         assert {case.has_threads for case in found} == {True, False}
         assert {case.load.drafts is None for case in found} == {True, False}

@@ -13,7 +13,7 @@ from weft.batch import EMBEDDED
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.completions import check_nothing_is_left, run
 from weft.proofs.strategies.engine.engines import Call, adapters_of
-from weft.proofs.strategies.engine.invariant import InvariantLoad, invariant_model
+from weft.proofs.strategies.engine.invariant import MAX_LEN, InvariantLoad, invariant_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
@@ -117,5 +117,5 @@ def _on(kind: str, device: str) -> Model:
 def _engine_for_one(kind: str, device: str, adapter: str | None) -> Engine:
     model, options = _on(kind, device), dict[str, Any](graph="none", run_ahead=0, num_logprobs=3)
     own = None if adapter is None else {adapter: adapters_of(model.config)[adapter]}
-    limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
+    limits = EngineLimits(max_num_reqs=1, max_num_tokens=MAX_LEN, page_size=64, num_pages=MAX_LEN // 64)
     return Engine(model, limits, adapters=own, **options)

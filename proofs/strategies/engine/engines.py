@@ -58,11 +58,11 @@ def small_adapters() -> dict[str, Adapter]:
 
 
 def adapters_of(config: ModelConfig) -> dict[str, Adapter]:
-    """Two adapters for a model: one for attention alone, one for all layers that can have one."""
+    """Two adapters for a model: one for attention alone, one for all layers that can have one, of a larger rank."""
     names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
     parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
     return {
-        name: random_adapter(config, own, rank=1 + seed, seed=seed, std=0.5)
+        name: random_adapter(config, own, rank=(1, max(2, config.hidden_size // 16))[seed], seed=seed, std=0.5)
         for seed, (name, own) in enumerate(parts.items())
     }
 

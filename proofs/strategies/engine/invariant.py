@@ -37,8 +37,14 @@ INVARIANT_MODELS: dict[str, dict[str, Any]] = {
     "experts": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS},
     "FP8": {"architectures": ["Qwen3ForCausalLM"], **_FP8},
     "experts in FP8": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS, **_FP8},
+    "float16": {"architectures": ["LlamaForCausalLM"]},
+    "a cache in FP8": {"architectures": ["Qwen3ForCausalLM"]},
 }
 """The fields of the batch-invariant models' configurations, by kind; each architecture has a kind."""
+_DTYPES = {"FP8": torch.bfloat16, "experts in FP8": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {"a cache in FP8": torch.float8_e4m3fn}
+MAX_LEN = 640
+"""The most tokens of a prompt and its completion."""
 
 
 @functools.cache
@@ -54,16 +60,15 @@ def invariant_model(kind: str) -> Model:
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 32,
-            "max_position_embeddings": 64,
+            "max_position_embeddings": MAX_LEN,
             "tie_word_embeddings": False,
             **INVARIANT_MODELS[kind],
         },
         source=f"a model of {kind}",
     )
-    dtype = torch.bfloat16 if config.fp8 is not None else torch.float32
     (whole,) = split_model(config, 1)
-    params = random_params(config, whole, seed=0, device="cpu", dtype=dtype, std=_STD)
-    return Model(config, params, None, Path(kind)).with_stages(batch_invariant=True)
+    params = random_params(config, whole, seed=0, device="cpu", dtype=_DTYPES.get(kind, torch.float32), std=_STD)
+    return Model(config, params, None, Path(kind), kv_dtype=_KV_DTYPES.get(kind)).with_stages(batch_invariant=True)
 
 
 @attrs.frozen
@@ -90,14 +95,16 @@ class InvariantLoad:
 @st.composite
 def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> InvariantLoad:
     """A model and a load of 1 to 4 stages, in threads or not. If the model has mRoPE, most prompts have positions, and
-    most of these an image.
+    most of these an image. Of any other model, some prompts are long.
 
     Args:
         stages: the fewest and the most stages.
     """
     kind = draw(st.sampled_from(tuple(INVARIANT_MODELS)))
-    load = draw(loads(adapters="FP8" not in kind, stages=stages))
     config, prompts = invariant_model(kind).config, list[EmbedsPrompt | None]()
+    load = draw(loads(adapters=config.fp8 is None, stages=stages))
+    if config.rope.mrope_section is None and draw(st.sampled_from((False, False, False, True))):
+        load = draw(_lengthened(load))
     for index, call in enumerate(load.calls):
         has_image = config.rope.mrope_section is not None and draw(st.integers(0, 3)) < 3
         prompts.append(draw(images(call.prompt, config.hidden_size, index % 2)) if has_image else None)
@@ -105,6 +112,33 @@ def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> 
     calls = tuple(map(_asking, load.calls, counts, prompts))
     has_threads = load.pipeline > 1 and draw(st.booleans())
     return InvariantLoad(kind, attrs.evolve(load, calls=calls), tuple(prompts), has_threads)
+
+
+@st.composite
+def _lengthened(draw: st.DrawFn, load: Load) -> Load:
+    """The load with one or all prompts after a long text, the same one, in chunks of several sizes. It drafts by prompt
+    lookup, if at all: the draft models are for short prompts."""
+    longer = draw(st.sampled_from((270, 70, 270, 530)))
+    index = draw(st.sampled_from((0, 0, None)))
+    text = tuple(at * at % 11 for at in range(longer))
+    calls = tuple(
+        attrs.evolve(call, prompt=(*text, *call.prompt)) if index in (None, at) else call
+        for at, call in enumerate(load.calls)
+    )
+    longest = max(len(call.prompt) + call.max_tokens for call in calls)
+    limits, page_size = load.limits, 16
+    more_tokens = draw(st.sampled_from((90, 300, MAX_LEN)))
+    limits = attrs.evolve(
+        limits,
+        max_num_tokens=limits.max_num_reqs + more_tokens,
+        max_model_len=longest,
+        page_size=page_size,
+        num_pages=-(-longest // page_size) + draw(st.sampled_from((0, 1, 3, 100))),
+    )
+    drafts = load.drafts
+    if drafts is not None and isinstance(drafts.way, str):
+        drafts = attrs.evolve(drafts, way=(1, 3))
+    return attrs.evolve(load, calls=calls, limits=limits, drafts=drafts)
 
 
 def _asking(call: Call, logprobs: int | None, prompt: EmbedsPrompt | None) -> Call:

@@ -77,13 +77,18 @@ def test_the_gate(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_adapters(device: str) -> None:
-    dtype, columns, rows = torch.bfloat16, 192, 96
-    x, weight = (
-        torch.randn(few(device), columns, device=device, dtype=dtype),
-        torch.randn(rows, columns).to(device, dtype),
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank", [2, 8, 64])
+def test_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
+    check_adapters(device, dtype, rank)
+
+
+def check_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
+    columns, rows = 1000, 520
+    x, weight, a, b = (
+        torch.randn(shape).to(device, dtype)
+        for shape in ((few(device), columns), (rows, columns), (3, 1, rank, columns), (3, rows, rank))
     )
-    a, b = torch.randn(3, 1, 8, columns).to(device, dtype), torch.randn(3, rows, 8).to(device, dtype)
     slots = torch.randint(-1, 3, (len(x),), dtype=torch.int32).to(device)
 
     def run(index: Tensor) -> Tensor:
@@ -92,6 +97,21 @@ def test_adapters(device: str) -> None:
         return add_lora(linear(given, weight), given, a, b, own, active, [0, rows])
 
     check_counts(run, len(x))
+
+
+@pytest.mark.parametrize("is_of_b", [False, True])
+def test_adapters_in_another_order_are_found(is_of_b: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+        halves = 2 if len(x) > 2 and (weight.shape[1] == 8) == is_of_b else 1
+        share = -(-x.shape[1] // halves)
+        pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
+        return sum(plain(*pair, None, batch_invariant) for pair in pairs)
+
+    module = importlib.import_module("weft.ops.lora")
+    plain: Any = module.multiply  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "multiply", multiply)
+    with pytest.raises(AssertionError, match="of 130 tokens"):
+        check_adapters("cpu", torch.float32, 8)
 
 
 @pytest.mark.parametrize("device", DEVICES)

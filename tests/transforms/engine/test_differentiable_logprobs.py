@@ -71,7 +71,7 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
     for way in ways:
         said = weft.generate(model, prompts, max_tokens=12, temperature=1.0, seed=5, **way)
         sequences = [ids + one.token_ids for ids, one in zip(prompts, said, strict=True)]
-        models, is_fp8 = [model], model.config.fp8 is not None
+        models, is_fp8 = [model], model.config.fp8 is not None or model.kv_dtype is not None
         if not is_fp8:
             models.append(attrs.evolve(model, params=recorded(model.params)))
         for own in models:
