@@ -299,4 +299,33 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
     assert agreed
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
     assert not linear(x, torch.zeros_like(weight)).any()
-    assert not agreed, "weights of zeros have the same sum in any order, which tells nothing"
+    assert not any(agreed.values()), "weights of zeros have the same sum in any order, which tells nothing"
+    assert torch.equal(linear(x, weight, bias), whole)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
+    odd = torch.cat((weight.flatten()[:1], weight.flatten()))[1:].view_as(weight)
+    with torch.autocast("cuda", torch.float16):
+        assert torch.equal(linear(x, weight, bias), whole)
+    assert torch.equal(linear(x, odd, bias), whole)
+    assert not agreed, "no trial under autocast, and of a weight that is aligned otherwise"
+
+
+def test_torch_s_product_takes_no_place_under_settings_that_no_trial_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    module: Any = importlib.import_module("weft.ops.linear_triton")
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
+    memory = torch.empty(4096, dtype=torch.uint8)
+    start = -memory.data_ptr() % 256
+    x, weight, odd = (memory[start + at :][:512].view(torch.bfloat16).view(16, 16) for at in (0, 512, 1026))
+    assert module._may_stand_in(x, weight, None)
+    assert module._may_stand_in(x, weight, weight[0])
+    assert not module._may_stand_in(x, odd, None)
+    assert not module._may_stand_in(odd, weight, None)
+    assert not module._may_stand_in(x, weight, odd[0])
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        assert not module._may_stand_in(x, weight, None)
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
+    assert not module._may_stand_in(x, weight, None)
