@@ -4,6 +4,16 @@ from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descri
 from .donation import clone as clone, donate as donate, donates as donates
 from .effects import Program as Program, Schema as Schema
 from .errors import WeftError as WeftError
+from .meshes.mesh import Mesh as Mesh
+from .meshes.placements import Partial as Partial, Placements as Placements, Replicate as Replicate, Shard as Shard
+from .ops.transfers.collective import (
+    all_gather as all_gather,
+    all_reduce as all_reduce,
+    all_to_all as all_to_all,
+    axis_index as axis_index,
+    axis_size as axis_size,
+    reduce_scatter as reduce_scatter,
+)
 from .outputs import IntermediateTensors as IntermediateTensors, Output as Output
 from .padding import inert as inert, pad as pad, unpad as unpad
 from .sampling import SamplingParams as SamplingParams
@@ -32,6 +42,7 @@ from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_l
 from .transforms.graphs.while_loop import while_loop as while_loop
 from .transforms.pipelines.microbatch import microbatch as microbatch, scan as scan
 from .transforms.pipelines.pipeline import compose as compose, pipeline as pipeline
+from .transforms.shards.shard import shard as shard
 from .trees import axes as axes, descriptor_field as descriptor_field, pytree as pytree, static as static
 
 __version__: str

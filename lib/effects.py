@@ -11,22 +11,26 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
-import torch
-from torch import Tensor
 
 from weft.display.tables import columns
 from weft.errors import ProgramError
-from weft.trees import leaf_axes, leaves_with_names
+from weft.meshes import collectives
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
+from weft.schema import Schema, TensorSchema, read_form
 
 __all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
     "Broadcast",
+    "Collective",
     "Effect",
     "Fence",
     "Program",
     "Recv",
+    "ReduceScatter",
     "Run",
     "Schema",
     "Send",
@@ -37,80 +41,15 @@ __all__ = [
 ]
 
 
-_DTYPES: dict[str, torch.dtype] = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
-_DIM = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
-_TENSOR = rf"(.*)\[((?:{_DIM}(?:, *{_DIM})*)?)\] ({'|'.join(_DTYPES)})", "name[num_tokens, 64] float32"
 _OF = r"(?: stage (?P<{}>\d+))?"
 _SENT = rf"send{_OF.format('made')} to (?P<to>\d+)|recv{_OF.format('got')} from (?P<source>\d+)"
 _SENT += r"|broadcast from (?P<root>\d+)"
 _EFFECT = (
-    rf"(?:run (?P<what>.+)|(?P<fence>fence)|(?P<sent>{_SENT})) \[mb (?P<mb>\d+)\](?(sent)(?:: (?P<schema>.+))?)",
-    "run|send to|recv from|broadcast from|fence ... [mb N], and a schema only where something is sent",
+    rf"(?:run (?P<what>.+)|(?P<fence>fence)|(?P<sent>{_SENT}|{collectives.FORM})) "
+    r"\[mb (?P<mb>\d+)\](?(sent)(?:: (?P<schema>.+))?)",
+    "run|send to|recv from|broadcast from|fence|all_reduce ... [mb N], and a schema only where something is sent",
 )
 _TITLE = r"rank (\d+) of (\d+)", "rank R of N"
-
-
-def _match(form: tuple[str, str], text: str, call: str, seen: str) -> re.Match[str]:
-    """The match of a text with one of the forms in which something prints: an expression, and an example for errors."""
-    found = re.fullmatch(form[0], text.strip())
-    if found is None:
-        raise ProgramError(call, seen, form[1])
-    return found
-
-
-@attrs.frozen
-class TensorSchema:
-    """The name, dimensions and dtype of one tensor on an edge.
-
-    Args:
-        name: its path in the value.
-        dims: its dimensions: ints, or axis names of the descriptor.
-        dtype: its dtype.
-
-    >>> print(TensorSchema("hidden_states", ("num_tokens", 64), torch.float32))
-    hidden_states[num_tokens, 64] float32
-    """
-
-    name: str
-    dims: tuple[int | str, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.name}[{', '.join(map(str, self.dims))}] {str(self.dtype).removeprefix('torch.')}"
-
-    @classmethod
-    def parse(cls, text: str) -> "TensorSchema":
-        """The inverse of `str`."""
-        match = _match(_TENSOR, text, f"TensorSchema.parse({text!r})", "no tensor's schema")
-        dims = [d.strip() for d in match[2].split(",") if d.strip()]
-        return cls(match[1], tuple(int(d) if d.isdecimal() else d for d in dims), _DTYPES[match[3]])
-
-
-@attrs.frozen
-class Schema:
-    """All tensors of the value on an edge, in flattening order."""
-
-    tensors: tuple[TensorSchema, ...]
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.tensors)) or "nothing"
-
-    @classmethod
-    def parse(cls, text: str) -> "Schema":
-        """The inverse of `str`."""
-        parts = re.split(r",\s*(?![^\[]*\])", text) if text.strip() not in ("", "nothing") else []
-        return cls(tuple(TensorSchema.parse(part) for part in parts))
-
-    @classmethod
-    def of(cls, value: Any) -> "Schema":
-        """The schema of a value. A dimension that follows the descriptor gets its name."""
-        found = []
-        for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
-            if isinstance(leaf, Tensor):
-                names = spec.dims if spec is not None else ()
-                dims = [names[i] if i < len(names) and names[i] else size for i, size in enumerate(leaf.shape)]
-                found.append(TensorSchema(name.removeprefix("."), tuple(d for d in dims if d is not None), leaf.dtype))
-        return cls(tuple(found))
 
 
 @attrs.frozen
@@ -196,7 +135,7 @@ class Fence:
         return f"fence [mb {self.microbatch}]"
 
 
-Effect = Run | Send | Recv | Broadcast | Fence
+Effect = Run | Send | Recv | Broadcast | Fence | Collective
 
 
 def _of_stage(stage: int | None) -> str:
@@ -213,7 +152,7 @@ def parse_effect(line: str) -> Effect:
     >>> parse_effect("send to 1 [mb 0]")
     Send(to=1, microbatch=0, schema=None, stage=None)
     """
-    match = _match(_EFFECT, line, f"parse_effect({line!r})", "no effect")
+    match = read_form(_EFFECT, line, f"parse_effect({line!r})", "no effect")
     microbatch = int(match["mb"])
     schema = Schema.parse(match["schema"]) if match["schema"] else None
     if match["what"]:
@@ -225,7 +164,12 @@ def parse_effect(line: str) -> Effect:
         return Send(int(match["to"]), microbatch, schema, stage)
     if match["source"]:
         return Recv(int(match["source"]), microbatch, schema, stage)
-    return Broadcast(int(match["root"]), microbatch, schema)
+    if match["root"]:
+        return Broadcast(int(match["root"]), microbatch, schema)
+    if (found := collectives.parsed(match, microbatch, schema)) is None:
+        instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, or all_to_all dim 0 to 0"
+        raise ProgramError(f"parse_effect({line!r})", "a collective with other options", instead)
+    return found
 
 
 @attrs.frozen
@@ -254,7 +198,7 @@ class Program:
     def parse(cls, text: str) -> "Program":
         """The inverse of `str`. For the listings of all ranks, one below the other, use `parse_listing`."""
         title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
-        match = _match(_TITLE, title, "Program.parse(...)", f"a first line {title!r}")
+        match = read_form(_TITLE, title, "Program.parse(...)", f"a first line {title!r}")
         another = next((line for line in lines if _is_title(line)), None)
         classes = list(itertools.takewhile(bool, (re.fullmatch(r"mb (\d+): (.+)", line.strip()) for line in lines)))
         if another or any(found and int(found[1]) != index for index, found in enumerate(classes)):

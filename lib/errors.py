@@ -120,6 +120,10 @@ class ProgramError(WeftError, ValueError):
     """A pipeline program that could not be built, or that the check refused."""
 
 
+class MeshError(WeftError, ValueError):
+    """A mesh, a placement or a collective that contradicts the others, or the tensors that it is for."""
+
+
 class RankError(WeftError, RuntimeError):
     """A rank of a pipeline that raised, exited or stalled, as seen by the others.
 

@@ -54,4 +54,5 @@ from .pipelines.transports.launch import launch as launch
 from .pipelines.transports.local import Local as Local
 from .pipelines.transports.threads import Threads as Threads
 from .pipelines.weaving import interleaved as interleaved, weave as weave
+from .shards.shard import Sharded as Sharded, shard as shard
 from .transform import Carried as Carried, Transform as Transform, lift as lift

@@ -19,6 +19,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -117,6 +118,12 @@ def in_dispatch_mode() -> bool:
 def in_functorch_transform() -> bool:
     """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def without_transforms() -> contextlib.AbstractContextManager[Any]:
+    """A context outside all torch.func transforms, for tensors that none of them made."""
+    found: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return found
 
 
 def in_other_transform_than_grad() -> bool:

@@ -2,7 +2,7 @@
 
 Every rank performs its effects in order, and each edge is a queue of `capacity` messages; what stages send and what
 returns have queues of their own. A send waits while its queue is full, a receive while it is empty, and a fence until
-its messages were received.
+its messages were received. A collective waits until all its ranks are there.
 """
 
 from collections import Counter, deque
@@ -11,7 +11,7 @@ from typing import Literal
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Send
+from weft.effects import Broadcast, Collective, Effect, Fence, Program, Recv, Send
 from weft.errors import ProgramError
 
 
@@ -83,6 +83,7 @@ class Machine:
         self.capacity = capacity
         self.at = [0] * len(programs)
         self.queues: dict[Edge, deque[Step]] = {}
+        self._meetings = [_meetings(program) for program in self.programs]
 
     def place(self, at: Sequence[int]) -> None:
         """Move each rank to where it has performed `at[rank]` effects; an edge then holds what was sent and not
@@ -108,12 +109,35 @@ class Machine:
         edge = takes(step)
         if edge is not None:
             return () if self.queues.get(edge) else (edge.source,)
+        if isinstance(step.effect, Collective):
+            met = self._meeting(step)
+            return tuple(rank for rank, at in met.items() if at is None or self.at[rank] < at)
         if isinstance(step.effect, Fence):
             mb = step.effect.microbatch
             mine = (e for e in self.queues if e.source == step.rank)
             return tuple(e.to for e in mine if any(sent.effect.microbatch == mb for sent in self.queues[e]))
         full = (e for e in puts(step, len(self.programs)) if len(self.queues.get(e, ())) >= self.capacity)
         return tuple(edge.to for edge in full)
+
+    def _meeting(self, step: Step) -> dict[int, int | None]:
+        """For each rank of a collective, the place of its effect that meets this one, the next one of this rank; None:
+        it has none."""
+        effect = step.effect
+        assert isinstance(effect, Collective), "others meet nobody"
+        number = self._meetings[step.rank][effect.ranks].index(self.at[step.rank])
+        found = {rank: self._meetings[rank].get(effect.ranks, ()) for rank in effect.ranks if rank < len(self.programs)}
+        return {rank: places[number] if number < len(places) else None for rank, places in found.items()}
+
+    def _match(self, step: Step) -> None:
+        """Raise ProgramError if the ranks of a collective meet for different ones."""
+        effect = step.effect
+        if not isinstance(effect, Collective):
+            return
+        for rank, at in self._meeting(step).items():
+            assert at is not None, "all ranks are there"
+            if (theirs := self.programs[rank].effects[at]) != effect:
+                instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+                raise ProgramError(self.call, f"{step} meets {Step(rank, theirs)}", instead)
 
     def ready(self) -> list[Step]:
         """The effects that can run now."""
@@ -124,8 +148,10 @@ class Machine:
         """Run one effect.
 
         Raises:
-            ProgramError: it receives a message of another micro-batch, schema or kind than it expects.
+            ProgramError: it receives a message of another micro-batch, schema or kind than it expects, or meets another
+                collective.
         """
+        self._match(step)
         edge = takes(step)
         if edge is not None:
             sent = self.queues[edge].popleft()
@@ -156,6 +182,15 @@ class Machine:
         ends = ": a cycle" if step is not None else ", which is at its end"
         instead = "give every send a recv, and order them so that one message an edge is enough"
         return ProgramError(self.call, f"no rank can go on: {waits}{ends}", instead)
+
+
+def _meetings(program: Program) -> dict[tuple[int, ...], list[int]]:
+    """The places of a rank's collectives, by the ranks that take part."""
+    found = dict[tuple[int, ...], list[int]]()
+    for index, effect in enumerate(program.effects):
+        if isinstance(effect, Collective):
+            found.setdefault(effect.ranks, []).append(index)
+    return found
 
 
 def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[Step]:

@@ -1,0 +1,1 @@
+"""Meshes of ranks, the placements of tensors on them, and the collectives between their ranks, as data."""

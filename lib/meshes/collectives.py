@@ -1,0 +1,141 @@
+"""Collectives as effects: `AllReduce`, `AllGather`, `ReduceScatter` and `AllToAll`, and the results that they define.
+
+They are data like `weft.effects.Send`: they print, and parse back.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.meshes.placements import REDUCTIONS
+from weft.schema import Schema
+
+
+@attrs.frozen
+class AllReduce:
+    """Each rank gets the sum (maximum, minimum) of the tensors of all.
+
+    Args:
+        ranks: the ranks that take part, in order.
+        microbatch: the micro-batch.
+        schema: of each rank's tensor, if it is known.
+        reduce_op: `sum`, `max` or `min`. Sums are made in the order of the ranks.
+    """
+
+    ranks: tuple[int, ...]
+    microbatch: int = 0
+    schema: Schema | None = None
+    reduce_op: str = "sum"
+
+    @property
+    def verb(self) -> str:
+        """Its name and options, as it prints."""
+        return f"all_reduce {self.reduce_op}"
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+@attrs.frozen
+class AllGather:
+    """Each rank gets the tensors of all, joined along dimension `dim` in the order of the ranks."""
+
+    ranks: tuple[int, ...]
+    microbatch: int = 0
+    schema: Schema | None = None
+    dim: int = 0
+
+    @property
+    def verb(self) -> str:
+        """Its name and options, as it prints."""
+        return f"all_gather dim {self.dim}"
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+@attrs.frozen
+class ReduceScatter:
+    """Each rank gets its part along `dim` of the sum (maximum, minimum) of the tensors of all."""
+
+    ranks: tuple[int, ...]
+    microbatch: int = 0
+    schema: Schema | None = None
+    reduce_op: str = "sum"
+    dim: int = 0
+
+    @property
+    def verb(self) -> str:
+        """Its name and options, as it prints."""
+        return f"reduce_scatter {self.reduce_op} dim {self.dim}"
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+@attrs.frozen
+class AllToAll:
+    """Each rank sends part i of its tensor along `split_dim` to rank i, and joins what it gets along `concat_dim` in
+    the order of the ranks."""
+
+    ranks: tuple[int, ...]
+    microbatch: int = 0
+    schema: Schema | None = None
+    split_dim: int = 0
+    concat_dim: int = 0
+
+    @property
+    def verb(self) -> str:
+        """Its name and options, as it prints."""
+        return f"all_to_all dim {self.split_dim} to {self.concat_dim}"
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+Collective = AllReduce | AllGather | ReduceScatter | AllToAll
+
+FORM = (
+    r"(?P<collective>all_reduce|all_gather|reduce_scatter|all_to_all)(?: (?P<reduce>sum|max|min))?"
+    r"(?: dim (?P<dim>-?\d+)(?: to (?P<concat>-?\d+))?)? among (?P<ranks>\d+(?:, \d+)*)"
+)
+"""The expression of a collective in the text of an effect."""
+
+
+def _text(effect: Collective) -> str:
+    schema = "" if effect.schema is None else f": {effect.schema}"
+    return f"{effect.verb} among {', '.join(map(str, effect.ranks))} [mb {effect.microbatch}]{schema}"
+
+
+def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Collective | None:
+    """The collective of a match of `FORM`; None for options that it does not have."""
+    given = tuple(map(int, found["ranks"].split(", "))), microbatch, schema
+    match found["collective"], found["reduce"], found["dim"], found["concat"]:
+        case "all_reduce", str(reduce_op), None, None:
+            return AllReduce(*given, reduce_op)
+        case "all_gather", None, str(dim), None:
+            return AllGather(*given, int(dim))
+        case "reduce_scatter", str(reduce_op), str(dim), None:
+            return ReduceScatter(*given, reduce_op, int(dim))
+        case "all_to_all", None, str(split), str(concat):
+            return AllToAll(*given, int(split), int(concat))
+    return None
+
+
+def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The result of a collective on each rank, by definition, from the tensors of all ranks in order. Results may share
+    memory with one another."""
+    match effect:
+        case AllReduce(reduce_op=reduce_op):
+            return [functools.reduce(REDUCTIONS[reduce_op], inputs)] * len(inputs)
+        case AllGather(dim=dim):
+            return [torch.cat(list(inputs), dim)] * len(inputs)
+        case ReduceScatter(reduce_op=reduce_op, dim=dim):
+            return list(functools.reduce(REDUCTIONS[reduce_op], inputs).chunk(len(inputs), dim))
+        case AllToAll(split_dim=split_dim, concat_dim=concat_dim):
+            parts = [x.chunk(len(inputs), split_dim) for x in inputs]
+            return [torch.cat(received, concat_dim) for received in zip(*parts, strict=True)]

@@ -1,0 +1,85 @@
+"""`Mesh`: ranks in a grid whose axes have names."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from weft.arguments.checks import is_int, kind_of
+from weft.errors import MeshError
+
+
+@attrs.frozen(init=False)
+class Mesh:
+    """Ranks in a grid whose axes have names, numbered row by row, as in `torch.distributed.device_mesh`.
+
+    Args:
+        sizes: the number of ranks along each axis, by its name.
+
+    Raises:
+        MeshError: no axis, or a size that is not a number >= 1.
+
+    >>> mesh = Mesh(pipeline=2, tensor=2)
+    >>> mesh.num_ranks, mesh.coordinates(3), mesh.group(3, "tensor")
+    (4, {'pipeline': 1, 'tensor': 1}, (2, 3))
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int) -> None:
+        wrong = next((name for name, size in sizes.items() if not is_int(size, 1)), None)
+        if wrong is not None or not sizes:
+            seen = "no axis" if wrong is None else f"{wrong}={sizes[wrong]!r}"
+            written = ", ".join(f"{name}={size!r:.20}" for name, size in sizes.items())
+            raise MeshError(f"Mesh({written})", seen, "the number of ranks along each axis: Mesh(tensor=2)")
+        self.__attrs_init__(tuple(sizes.items()))
+
+    @classmethod
+    def of(cls, given: Any, call: str) -> "Mesh":
+        """The mesh that is given as one, as a dict of sizes, or as a `torch.distributed.device_mesh.DeviceMesh`, whose
+        ranks are numbered by their places in it."""
+        if isinstance(given, Mesh):
+            return given
+        if isinstance(given, Mapping):
+            return cls(**given)
+        names, shape = getattr(given, "mesh_dim_names", None), getattr(given, "shape", None)
+        if names and shape is not None:
+            return cls(**dict(zip(names, map(int, shape), strict=True)))
+        seen = (
+            "a DeviceMesh without names" if shape is not None and hasattr(given, "mesh_dim_names") else kind_of(given)
+        )
+        raise MeshError(call, f"mesh is {seen}", 'weft.Mesh(tensor=2), or a DeviceMesh with mesh_dim_names=("tensor",)')
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis."""
+        return dict(self.axes)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes.values())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each axis."""
+        found = dict[str, int]()
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name, _ in self.axes}
+
+    def stride(self, axis: str) -> int:
+        """The difference between the numbers of neighbours along an axis."""
+        names = [name for name, _ in self.axes]
+        return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along an axis alone, itself included, in order."""
+        first = rank - self.coordinates(rank)[axis] * self.stride(axis)
+        return tuple(first + index * self.stride(axis) for index in range(self.sizes[axis]))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_ranks))
+
+    def __str__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"

@@ -1,0 +1,173 @@
+"""Placements of a tensor on the ranks of a mesh, in the terms of `torch.distributed.tensor`: `Shard`, `Replicate` and
+`Partial`. Its own placements may stand in their places.
+
+These are classes of their own because the import of torch's takes as long as that of torch.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import kind_of
+from weft.errors import MeshError
+from weft.meshes.mesh import Mesh
+
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": operator.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+"""The functions that combine the values of two ranks."""
+
+
+@attrs.frozen
+class Shard:
+    """Each rank along the axis holds one part of dimension `dim`, all of one size, in the order of the ranks."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@attrs.frozen
+class Replicate:
+    """Each rank along the axis holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+
+@attrs.frozen
+class Partial:
+    """The tensor is the sum (`max`: maximum, `min`: minimum) of what the ranks along the axis hold. As the placement of
+    an argument, the first rank gets the whole of it, and for a sum the others zeros."""
+
+    reduce_op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"Partial({self.reduce_op!r})" if self.reduce_op != "sum" else "Partial()"
+
+
+Placement = Shard | Replicate | Partial
+_PLACEMENT = "Shard(dim), Replicate() or Partial()"
+
+
+@attrs.frozen(init=False)
+class Placements:
+    """The placements of a tensor on a mesh of several axes, by axis; on the axes that are not named it is replicated.
+
+    A dimension that is sharded over two axes is cut along the first one, and each part along the second.
+
+    >>> print(Placements(data=Shard(0), tensor=Shard(1)))
+    Placements(data=Shard(0), tensor=Shard(1))
+    """
+
+    by_axis: tuple[tuple[str, Placement], ...]
+
+    def __init__(self, **by_axis: Placement) -> None:
+        call = f"Placements({', '.join(f'{axis}=...' for axis in by_axis)})"
+        self.__attrs_init__(tuple((axis, as_placement(given, call)) for axis, given in by_axis.items()))
+
+    def __str__(self) -> str:
+        return f"Placements({', '.join(f'{axis}={placement}' for axis, placement in self.by_axis)})"
+
+
+def as_placement(given: Any, call: str) -> Placement:
+    """A placement, of weft's or of torch's.
+
+    Raises:
+        MeshError: it is neither.
+    """
+    if isinstance(given, Shard | Replicate | Partial):
+        found: Placement = given
+    elif is_placement(given) and not isinstance(given, Placements):
+        found = _OF_TORCH[type(given).__name__](given)
+    else:
+        raise MeshError(call, f"a placement that is {kind_of(given)}", _PLACEMENT)
+    if isinstance(found, Partial) and found.reduce_op not in REDUCTIONS:
+        raise MeshError(call, f"Partial({found.reduce_op!r})", f"one of {', '.join(map(repr, REDUCTIONS))}")
+    return found
+
+
+_OF_TORCH: dict[str, Callable[[Any], Placement]] = {
+    "Shard": lambda given: Shard(given.dim),
+    "Replicate": lambda given: Replicate(),
+    "Partial": lambda given: Partial(given.reduce_op),
+}
+
+
+def is_placement(node: Any) -> bool:
+    """Whether a value is a placement, of weft's or of torch's, or several by axis."""
+    of_torch = type(node).__module__.startswith("torch.distributed") and type(node).__name__ in _OF_TORCH
+    return isinstance(node, Shard | Replicate | Partial | Placements) or of_torch
+
+
+def on_axes(given: Any, mesh: Mesh, call: str) -> tuple[Placement, ...]:
+    """The placement on each axis of a mesh.
+
+    Raises:
+        MeshError: an axis that the mesh lacks; one placement that may be on any of several axes; or no placement.
+    """
+    if isinstance(given, Placements):
+        by_axis = dict(given.by_axis)
+        if unknown := next((axis for axis in by_axis if axis not in mesh.sizes), None):
+            raise MeshError(call, f"{given}, on axis {unknown!r} of {mesh}", f"one of {', '.join(mesh.sizes)}")
+        return tuple(by_axis.get(axis, Replicate()) for axis in mesh.sizes)
+    placement = as_placement(given, call)
+    if len(mesh.axes) > 1 and placement != Replicate():
+        instead = f"Placements({mesh.axes[-1][0]}={placement})"
+        raise MeshError(call, f"{placement} on {mesh}, which has {len(mesh.axes)} axes", instead)
+    return (placement,) * len(mesh.axes)
+
+
+def part_of(value: Tensor, placements: Sequence[Placement], mesh: Mesh, rank: int, call: str) -> Tensor:
+    """What a rank holds of a tensor. Shards are views.
+
+    Raises:
+        MeshError: a dimension that the tensor lacks, or that the ranks cannot share evenly.
+    """
+    place = mesh.coordinates(rank)
+    for (axis, size), placement in zip(mesh.axes, placements, strict=True):
+        match placement:
+            case Shard(dim):
+                extent = _extent(value, dim, axis, size, call)
+                value = value.narrow(dim, place[axis] * extent, extent)
+            case Partial("sum") if place[axis]:
+                value = torch.zeros_like(value)
+            case _:
+                pass
+    return value
+
+
+def _extent(value: Tensor, dim: int, axis: str, size: int, call: str) -> int:
+    if not -value.ndim <= dim < value.ndim:
+        raise MeshError(call, f"Shard({dim}) of a tensor {list(value.shape)}", "one of its dimensions")
+    if value.shape[dim] % size:
+        seen = f"Shard({dim}) of a tensor {list(value.shape)} over {size} ranks along {axis!r}"
+        raise MeshError(call, seen, f"a dimension that is a multiple of {size}: pad it, or Replicate()")
+    return value.shape[dim] // size
+
+
+def whole_of(parts: Sequence[Tensor], placements: Sequence[Placement], mesh: Mesh) -> Tensor:
+    """The tensor of which the ranks hold these parts: the inverse of `part_of`. Of replicas, the first is taken."""
+    held = list(parts)
+    for (_, size), placement in reversed(list(zip(mesh.axes, placements, strict=True))):
+        groups = [held[start : start + size] for start in range(0, len(held), size)]
+        held = [_joined(group, placement) for group in groups]
+    (whole,) = held
+    return whole
+
+
+def _joined(group: list[Tensor], placement: Placement) -> Tensor:
+    match placement:
+        case Shard(dim):
+            return torch.cat(group, dim)
+        case Partial(reduce_op):
+            return functools.reduce(REDUCTIONS[reduce_op], group)
+    return group[0]

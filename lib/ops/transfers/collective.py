@@ -1,0 +1,204 @@
+"""Collectives between the ranks of a mesh, as functions and operators: `all_reduce`, `all_gather`, `reduce_scatter`,
+`all_to_all`. They run inside a function that `weft.shard` calls, once on each rank.
+
+The operator `weft::collective` has the effect as a text, so that a listing says what it does. A `Member` executes it: a
+rank among the others, for which a number stands, because an operator takes no objects (`weft.ops.transfers.transfer`).
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import is_int, kind_of
+from weft.effects import parse_effect
+from weft.errors import DerivativeError, MeshError
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import REDUCTIONS
+from weft.ops.register import define
+
+
+class Member(Protocol):
+    """A rank among the others, which takes part in collectives."""
+
+    def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
+        """This rank's result of a collective, in new memory."""
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """The rank that runs a function now.
+
+    Args:
+        mesh: the ranks.
+        rank: this one.
+        number: of its `Member`; -1 in a trace, which executes nothing.
+        differentiated: whether the trace will be differentiated.
+    """
+
+    mesh: Mesh
+    rank: int
+    number: int = -1
+    differentiated: bool = False
+
+
+_PLACE: ContextVar[Place | None] = ContextVar("weft.place", default=None)
+_MEMBERS: "weakref.WeakValueDictionary[int, Member]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def register(member: Member) -> int:
+    """A number that stands for a member in the operators, as long as the caller keeps the member alive."""
+    number = next(_NUMBERS)
+    _MEMBERS[number] = member
+    return number
+
+
+@contextmanager
+def placed(place: Place) -> Iterator[None]:
+    """Run what is inside on a rank of a mesh."""
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
+    """The sum of the tensors of all ranks along an axis of the mesh, on each of them: JAX's `psum`.
+
+    Args:
+        x: of one shape and dtype on all ranks. A sum is made in that dtype, in the order of the ranks.
+        axis: of the mesh.
+        reduce_op: `sum`, `max` or `min`.
+
+    Raises:
+        MeshError: outside a function that `weft.shard` runs, or the mesh has no such axis.
+
+    >>> import torch, weft
+    >>> f = weft.shard(lambda x: all_reduce(x, "tensor"), weft.Mesh(tensor=2), weft.Shard(0), weft.Replicate())
+    >>> f(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor([4., 6.])
+    """
+    place = _find_place(f"all_reduce(x, {axis!r})", axis, x, reduce_op)
+    return _call(place, x, AllReduce(place.mesh.group(place.rank, axis), reduce_op=reduce_op))
+
+
+def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
+    """The tensors of all ranks along an axis, joined along dimension `dim` in their order, on each of them.
+
+    >>> import torch, weft
+    >>> f = weft.shard(lambda x: all_gather(x, "tensor"), weft.Mesh(tensor=2), weft.Shard(0), weft.Replicate())
+    >>> f(torch.arange(4))
+    tensor([0, 1, 2, 3])
+    """
+    place = _find_place(f"all_gather(x, {axis!r}, dim={dim})", axis, x, dims=(dim,))
+    return _call(place, x, AllGather(place.mesh.group(place.rank, axis), dim=dim))
+
+
+def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum") -> Tensor:
+    """This rank's part along `dim` of the sum of the tensors of all ranks along an axis: JAX's `psum_scatter`.
+
+    Raises:
+        MeshError: as `all_reduce`; or the ranks cannot share the dimension evenly.
+    """
+    place = _find_place(f"reduce_scatter(x, {axis!r}, dim={dim})", axis, x, reduce_op, (dim,), dim)
+    return _call(place, x, ReduceScatter(place.mesh.group(place.rank, axis), reduce_op=reduce_op, dim=dim))
+
+
+def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Part i of each rank's tensor along `split_dim` goes to the i-th rank along the axis, which joins what it gets
+    along `concat_dim`: JAX's `all_to_all` with `tiled=True`.
+
+    Raises:
+        MeshError: as `reduce_scatter`.
+    """
+    call = f"all_to_all(x, {axis!r}, split_dim={split_dim}, concat_dim={concat_dim})"
+    place = _find_place(call, axis, x, dims=(split_dim, concat_dim), split=split_dim)
+    group = place.mesh.group(place.rank, axis)
+    return _call(place, x, AllToAll(group, split_dim=split_dim, concat_dim=concat_dim))
+
+
+def axis_index(axis: str) -> int:
+    """This rank's place along an axis of the mesh. A branch on it is part of the rank's program."""
+    place = _find_axis(f"axis_index({axis!r})", axis)
+    return place.mesh.coordinates(place.rank)[axis]
+
+
+def axis_size(axis: str) -> int:
+    """The number of ranks along an axis of the mesh."""
+    return _find_axis(f"axis_size({axis!r})", axis).mesh.sizes[axis]
+
+
+def _find_axis(call: str, axis: str) -> Place:
+    place = _PLACE.get()
+    if place is None:
+        instead = "weft.shard(f, mesh, in_placements, out_placements), and the call inside f"
+        raise MeshError(call, "no mesh: the call is not in a function that weft.shard runs", instead)
+    if axis not in place.mesh.sizes:
+        raise MeshError(call, f"axis {axis!r} of {place.mesh}", f"one of {', '.join(map(repr, place.mesh.sizes))}")
+    return place
+
+
+def _find_place(
+    call: str, axis: str, x: Any, reduce_op: str = "sum", dims: Sequence[Any] = (), split: int | None = None
+) -> Place:
+    place = _find_axis(call, axis)
+    size = place.mesh.sizes[axis]
+    if not isinstance(x, Tensor):
+        seen, instead = f"x is {kind_of(x)}", "a tensor; for trees, torch.utils._pytree.tree_map"
+    elif reduce_op not in REDUCTIONS:
+        seen, instead = f"reduce_op={reduce_op!r}", f"one of {', '.join(map(repr, REDUCTIONS))}"
+    elif not all(is_int(dim, -x.ndim, x.ndim - 1) for dim in dims):
+        seen, instead = f"x {list(x.shape)}", "one of its dimensions"
+    elif split is not None and x.shape[split] % size:
+        seen, instead = f"x {list(x.shape)} for {size} ranks", f"a dimension {split} that is a multiple of {size}"
+    elif place.number >= 0 and x.requires_grad and torch.is_grad_enabled():
+        seen = "a tensor that requires grad, whose gradient does not come back from another rank"
+        raise DerivativeError(call, seen, "torch.no_grad(); for gradients, shard(..., transport=Local())")
+    else:
+        return place
+    raise MeshError(call, seen, instead)
+
+
+def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
+    """Call the operator. In a trace that will be differentiated, the result stands for a value that autograd
+    follows."""
+    out: Tensor = _COLLECTIVE(x, place.number, str(effect))
+    return out.requires_grad_() if place.differentiated and out.is_floating_point() else out
+
+
+@functools.lru_cache(1024)
+def _effect(text: str) -> Collective:
+    found = parse_effect(text)
+    assert isinstance(found, Collective), "only a collective is called"
+    return found
+
+
+def effect_of(op: Any, args: Sequence[Any]) -> Collective | None:
+    """The collective that an operator's call is; None for another operator."""
+    return _effect(args[2]) if op is _COLLECTIVE else None
+
+
+def _perform(x: Tensor, member: int, effect: str) -> Tensor:
+    found = _MEMBERS.get(member)
+    if found is None:
+        raise MeshError(f"'{effect}'", "a mesh whose ranks are gone", "call the sharded function again")
+    return found.perform(_effect(effect), x)
+
+
+def _like_first(x: Tensor, effect: str) -> Tensor:
+    """An empty result of a collective, whose shape is the same on all ranks."""
+    parsed = _effect(effect)
+    return torch.empty_like(combine(parsed, [x] * len(parsed.ranks))[0], memory_format=torch.contiguous_format)
+
+
+_COLLECTIVE = define("collective", _perform, fake=_like_first)

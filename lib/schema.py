@@ -1,0 +1,78 @@
+"""Schemas of the tensors that ranks exchange: names, dimensions and dtypes. They print, and parse back."""
+
+import re
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import ProgramError
+from weft.trees import leaf_axes, leaves_with_names
+
+_DTYPES: dict[str, torch.dtype] = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+_DIM = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
+_TENSOR = rf"(.*)\[((?:{_DIM}(?:, *{_DIM})*)?)\] ({'|'.join(_DTYPES)})", "name[num_tokens, 64] float32"
+
+
+def read_form(form: tuple[str, str], text: str, call: str, seen: str) -> re.Match[str]:
+    """The match of a text with one of the forms in which something prints: an expression, and an example for errors."""
+    found = re.fullmatch(form[0], text.strip())
+    if found is None:
+        raise ProgramError(call, seen, form[1])
+    return found
+
+
+@attrs.frozen
+class TensorSchema:
+    """The name, dimensions and dtype of one tensor on an edge.
+
+    Args:
+        name: its path in the value.
+        dims: its dimensions: ints, or axis names of the descriptor.
+        dtype: its dtype.
+
+    >>> print(TensorSchema("hidden_states", ("num_tokens", 64), torch.float32))
+    hidden_states[num_tokens, 64] float32
+    """
+
+    name: str
+    dims: tuple[int | str, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name}[{', '.join(map(str, self.dims))}] {str(self.dtype).removeprefix('torch.')}"
+
+    @classmethod
+    def parse(cls, text: str) -> "TensorSchema":
+        """The inverse of `str`."""
+        match = read_form(_TENSOR, text, f"TensorSchema.parse({text!r})", "no tensor's schema")
+        dims = [d.strip() for d in match[2].split(",") if d.strip()]
+        return cls(match[1], tuple(int(d) if d.isdecimal() else d for d in dims), _DTYPES[match[3]])
+
+
+@attrs.frozen
+class Schema:
+    """All tensors of the value on an edge, in flattening order."""
+
+    tensors: tuple[TensorSchema, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.tensors)) or "nothing"
+
+    @classmethod
+    def parse(cls, text: str) -> "Schema":
+        """The inverse of `str`."""
+        parts = re.split(r",\s*(?![^\[]*\])", text) if text.strip() not in ("", "nothing") else []
+        return cls(tuple(TensorSchema.parse(part) for part in parts))
+
+    @classmethod
+    def of(cls, value: Any) -> "Schema":
+        """The schema of a value. A dimension that follows the descriptor gets its name."""
+        found = []
+        for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
+            if isinstance(leaf, Tensor):
+                names = spec.dims if spec is not None else ()
+                dims = [names[i] if i < len(names) and names[i] else size for i, size in enumerate(leaf.shape)]
+                found.append(TensorSchema(name.removeprefix("."), tuple(d for d in dims if d is not None), leaf.dtype))
+        return cls(tuple(found))

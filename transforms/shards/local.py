@@ -1,0 +1,89 @@
+"""The ranks of a mesh in one process and one thread, which runs the parts of their traces in turn.
+
+Everything is an operation on tensors of this process, so autograd and torch.func follow the result, and `graphify`
+records all ranks in one graph.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from weft.effects import Collective
+from weft.meshes.collectives import combine
+from weft.transforms.pipelines.machine import Step
+from weft.transforms.shards.tracing import Trace
+
+
+@attrs.define(eq=False)
+class _Rank:
+    """One rank of a run.
+
+    Args:
+        trace: what it runs.
+        values: of the nodes so far, as long as a later one uses them.
+        done: the number of parts that it has run.
+    """
+
+    trace: Trace
+    values: dict[Node, Any]
+    done: int = 0
+
+    def run_part(self) -> None:
+        """Run the operators up to the next collective, or the end."""
+        for node in self.trace.parts[self.done]:
+            self.values[node] = self._run(node)
+            self._drop(node)
+        self.done += 1
+
+    def _run(self, node: Node) -> Any:
+        if node.op == "get_attr":
+            return getattr(self.trace.graph, str(node.target))
+        args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        return node.target(*args, **kwargs)
+
+    def _drop(self, node: Node) -> None:
+        for used in self.trace.last_uses.get(node, ()):
+            del self.values[used]
+
+    def offered(self) -> Tensor:
+        """The tensor that this rank brings to the collective after the parts that it has run."""
+        node, _ = self.trace.collectives[self.done - 1]
+        return self.values[node.args[0]]
+
+    def take(self, result: Tensor) -> None:
+        """Go on with the result of that collective."""
+        node, _ = self.trace.collectives[self.done - 1]
+        self.values[node] = result
+        self._drop(node)
+
+
+def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Run traces on the leaves of each rank's arguments, in an order that their programs allow; the leaves of each
+    rank's result."""
+    ranks = [
+        _Rank(one, dict(zip(_inputs(one), _tensors(own), strict=True))) for one, own in zip(traces, args, strict=True)
+    ]
+    results = dict[int, Tensor]()  # of ranks that have not come to the collective in which another one got them
+    for step in order:
+        own = ranks[step.rank]
+        effect = step.effect
+        if not isinstance(effect, Collective):
+            own.run_part()
+            continue
+        if step.rank not in results:
+            every = combine(effect, [ranks[rank].offered() for rank in effect.ranks])
+            results.update(zip(effect.ranks, every, strict=True))
+        own.take(results.pop(step.rank))
+    return [[own.values[x] if isinstance(x, Node) else x for x in own.trace.leaves] for own in ranks]
+
+
+def _inputs(one: Trace) -> Iterator[Node]:
+    return iter(one.graph.graph.find_nodes(op="placeholder"))
+
+
+def _tensors(leaves: Sequence[Any]) -> Iterator[Tensor]:
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))

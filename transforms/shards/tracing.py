@@ -1,0 +1,127 @@
+"""Traces of a function on each rank of a mesh: its operators, cut at the collectives, as a program of effects."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from weft.effects import Collective, Effect, Program, Run
+from weft.errors import CaptureError
+from weft.meshes.mesh import Mesh
+from weft.ops.transfers.collective import Place, effect_of, placed
+from weft.schema import Schema, TensorSchema
+from weft.torchapi.private import without_transforms
+from weft.trees import TreeSpec, tree_flatten, tree_unflatten
+
+
+@attrs.frozen(eq=False)
+class Trace:
+    """A function's operators on one rank, for arguments of one signature.
+
+    Args:
+        rank: the rank.
+        graph: the operators.
+        parts: the operators between two collectives, in order.
+        collectives: the collective after each part but the last, with its node.
+        structure: of the result.
+        leaves: of the result: the node of a tensor, or a value that is no tensor.
+    """
+
+    rank: int
+    graph: GraphModule
+    parts: tuple[tuple[Node, ...], ...]
+    collectives: tuple[tuple[Node, Collective], ...]
+    structure: TreeSpec
+    leaves: tuple[Any, ...]
+    last_uses: dict[Node, list[Node]]
+
+    def effects(self) -> Iterator[Effect]:
+        """The effects of the rank: a run of each part, and the collectives."""
+        for index, (_, effect) in enumerate(self.collectives):
+            yield Run(f"part {index}", 0)
+            yield effect
+        yield Run(f"part {len(self.collectives)}", 0)
+
+    def program(self, num_ranks: int) -> Program:
+        """The program of the rank."""
+        return Program(self.rank, num_ranks, tuple(self.effects()))
+
+
+def trace(
+    fn: Callable[..., Any], name: str, mesh: Mesh, rank: int, leaves: Sequence[Any], structure: TreeSpec, grads: bool
+) -> Trace:
+    """Trace a function on fake tensors, as one rank runs it.
+
+    Args:
+        fn, name: the function.
+        mesh, rank: where it runs.
+        leaves, structure: the rank's arguments. Only shapes, strides, dtypes and devices of tensors are read.
+        grads: whether the trace will be differentiated. Then functions with derivatives stand for weft's operators.
+
+    Raises:
+        CaptureError: the function reads the values of tensors.
+    """
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    returned: list[tuple[list[Any], TreeSpec]] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        own = list(leaves)
+        for index, tensor in zip(places, tensors, strict=True):
+            own[index] = tensor.requires_grad_() if grads and tensor.is_floating_point() else tensor
+        with placed(Place(mesh, rank, differentiated=grads)):
+            out = fn(*tree_unflatten(own, structure))
+        returned.append(tree_flatten(out))
+        return [leaf for leaf in returned[-1][0] if isinstance(leaf, Tensor)]
+
+    with without_transforms(), torch.set_grad_enabled(grads):
+        examples = [_example(leaves[index]) for index in places]
+        try:
+            graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        except (torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode, RuntimeError) as error:
+            if "fake" not in f"{type(error).__name__} {error}".lower() and "DataDependent" not in type(error).__name__:
+                raise
+            seen = f"rank {rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"
+            raise CaptureError(f"weft.shard({name}, ...)", seen, "torch.where, or a Python argument") from error
+    outputs, out_structure = returned[-1]
+    nodes = iter(next(iter(graph.graph.find_nodes(op="output"))).args[0])
+    made = tuple(next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
+    return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph))
+
+
+def _example(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides, dtype and device, without memory of its own to speak of."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _cut(graph: GraphModule) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, Collective], ...]]:
+    parts, collectives = [list[Node]()], list[tuple[Node, Collective]]()
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        effect = effect_of(node.target, node.args) if node.op == "call_function" else None
+        if effect is None:
+            parts[-1].append(node)
+        else:
+            collectives.append((node, attrs.evolve(effect, schema=_schema(node.args[0]))))
+            parts.append([])
+    return tuple(map(tuple, parts)), tuple(collectives)
+
+
+def _schema(node: Any) -> Schema:
+    value = node.meta["val"]
+    return Schema((TensorSchema("x", tuple(map(int, value.shape)), value.dtype),))
+
+
+def _last_uses(graph: GraphModule) -> dict[Node, list[Node]]:
+    """For each node, the values that no later one uses."""
+    found, seen = dict[Node, list[Node]](), set[Node]()
+    for node in reversed(graph.graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                found.setdefault(node, []).append(used)
+    return found
