@@ -5,7 +5,13 @@ from .donation import clone as clone, donate as donate, donates as donates
 from .effects import Program as Program, Schema as Schema
 from .errors import WeftError as WeftError
 from .meshes.mesh import Mesh as Mesh
-from .meshes.placements import Partial as Partial, Placements as Placements, Replicate as Replicate, Shard as Shard
+from .meshes.placements import (
+    Partial as Partial,
+    PerRank as PerRank,
+    Placements as Placements,
+    Replicate as Replicate,
+    Shard as Shard,
+)
 from .ops.transfers.collective import (
     all_gather as all_gather,
     all_reduce as all_reduce,

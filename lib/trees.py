@@ -57,20 +57,6 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any, is_leaf: IsLeaf = 
     return _pytree.tree_map(fn, tree, *others, is_leaf=is_leaf)
 
 
-def broadcast_prefix(prefix: Any, tree: Any, is_leaf: IsLeaf) -> list[Any]:
-    """For each leaf of a tree, the leaf of `prefix` in its place or above it.
-
-    Raises:
-        ValueError: `prefix` does not have the structure of the tree's top.
-
-    >>> broadcast_prefix({"a": 0, "b": 1}, {"a": 5, "b": (6, 7)}, lambda node: False)
-    [0, 1, 1]
-    """
-    leaves, structure = tree_flatten(prefix, is_leaf)
-    below = structure.flatten_up_to(tree)
-    return [leaf for leaf, part in zip(leaves, below, strict=True) for _ in tree_leaves(part)]
-
-
 @attrs.frozen
 class Axes:
     """The dimensions of a tensor field that follow the descriptor, and the value of the padding.

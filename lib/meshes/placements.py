@@ -54,8 +54,17 @@ class Partial:
         return f"Partial({self.reduce_op!r})" if self.reduce_op != "sum" else "Partial()"
 
 
+@attrs.frozen
+class PerRank:
+    """A tuple with one tree for each rank: each gets its own, and returns one. For what is never whole, such as
+    parameters that each rank loads, or states that each writes in place."""
+
+    def __str__(self) -> str:
+        return "PerRank()"
+
+
 Placement = Shard | Replicate | Partial
-_PLACEMENT = "Shard(dim), Replicate() or Partial()"
+_PLACEMENT = "Shard(dim), Replicate() or Partial(); PerRank() for a tuple of trees"
 
 
 @attrs.frozen(init=False)
@@ -105,7 +114,7 @@ _OF_TORCH: dict[str, Callable[[Any], Placement]] = {
 def is_placement(node: Any) -> bool:
     """Whether a value is a placement, of weft's or of torch's, or several by axis."""
     of_torch = type(node).__module__.startswith("torch.distributed") and type(node).__name__ in _OF_TORCH
-    return isinstance(node, Shard | Replicate | Partial | Placements) or of_torch
+    return isinstance(node, Shard | Replicate | Partial | Placements | PerRank) or of_torch
 
 
 def on_axes(given: Any, mesh: Mesh, call: str) -> tuple[Placement, ...]:

@@ -43,7 +43,8 @@ class _Rank:
         if node.op == "get_attr":
             return getattr(self.trace.graph, str(node.target))
         args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
-        return node.target(*args, **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
 
     def _drop(self, node: Node) -> None:
         for used in self.trace.last_uses.get(node, ()):
@@ -52,7 +53,9 @@ class _Rank:
     def offered(self) -> Tensor:
         """The tensor that this rank brings to the collective after the parts that it has run."""
         node, _ = self.trace.collectives[self.done - 1]
-        return self.values[node.args[0]]
+        (given,) = node.all_input_nodes
+        found: Tensor = self.values[given]
+        return found
 
     def take(self, result: Tensor) -> None:
         """Go on with the result of that collective."""

@@ -1,6 +1,7 @@
 """`shard`: a function of one rank's part becomes a function of whole tensors, which every rank of a mesh runs."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,20 +10,29 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of, names_arguments
-from weft.donation import refuse_donated
+from weft.donation import donated_argnames, refuse_donated
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import Placement, is_placement, on_axes, part_of, whole_of
+from weft.meshes.placements import PerRank, Placement, is_placement, on_axes, part_of, whole_of
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import in_functorch_transform, switches
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.tracing import Trace, trace
-from weft.trees import TreeSpec, broadcast_prefix, tree_flatten, tree_unflatten
+from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from weft.value_keys import value_key
 
 _MAX_TRACES = 1024
+
+
+@attrs.frozen(eq=False)
+class Parts:
+    """Each rank's arguments; and for the identity of each of their tensors, the argument that it is a part of and its
+    placements."""
+
+    by_rank: tuple[tuple[Any, ...], ...]
+    sources: dict[int, tuple[Tensor, Sequence[Placement]]]
 
 
 @attrs.frozen(eq=False)
@@ -43,93 +53,119 @@ class Sharded:
         self.out_placements = out_placements
         self._fn = fn
         self._call = call
+        names = [*inspect.signature(fn).parameters] if donated_argnames(fn) else []
+        self._donated = frozenset(names.index(name) for name in donated_argnames(fn))
         self._traces: dict[Any, Traces] = {}
 
     def __call__(self, *args: Any) -> Any:
-        leaves, placements, structure = self._placed(args)
-        for leaf in leaves:
-            refuse_donated(leaf, call=self._call)
-        parts = [self._parts(leaf, placed) for leaf, placed in zip(leaves, placements, strict=True)]
-        by_rank = [[part[rank] for part in parts] for rank in self.mesh]
-        traces = self._trace(by_rank, structure)
-        made = run_in_turn(traces.by_rank, traces.order, by_rank)
-        return self._join(traces.by_rank, made, leaves, placements, by_rank)
+        given = self._parts(args)
+        traces = self._trace(given)
+        made = run_in_turn(traces.by_rank, traces.order, [tree_flatten(own)[0] for own in given.by_rank])
+        return self._join(traces.by_rank, made, given)
 
     def programs(self, *args: Any) -> tuple[Program, ...]:
         """The checked program of each rank for arguments of this signature."""
-        leaves, placements, structure = self._placed(args)
-        parts = [self._parts(leaf, placed) for leaf, placed in zip(leaves, placements, strict=True)]
-        traces = self._trace([[part[rank] for part in parts] for rank in self.mesh], structure)
-        return tuple(one.program(self.mesh.num_ranks) for one in traces.by_rank)
+        return tuple(one.program(self.mesh.num_ranks) for one in self._trace(self._parts(args)).by_rank)
 
-    def _placed(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Sequence[Placement]], TreeSpec]:
-        """The leaves of the arguments, the placements of each, and their structure."""
-        leaves, structure = tree_flatten(args)
+    def _parts(self, args: tuple[Any, ...]) -> Parts:
+        """Each rank's arguments. What the function writes in place, each rank has for itself."""
         given = self.in_placements if isinstance(self.in_placements, tuple) else (self.in_placements,) * len(args)
-        return leaves, self._each(given, args, "in_placements"), structure
+        if len(given) != len(args):
+            seen = f"in_placements for {len(given)} arguments, and {len(args)} arguments"
+            raise MeshError(f"{self._call}(...)", seen, "a placement, or a tree of them, for each argument")
+        by_rank, sources = [list[Any]() for _ in self.mesh], dict[int, tuple[Tensor, Sequence[Placement]]]()
+        for index, (prefix, arg) in enumerate(zip(given, args, strict=True)):
+            placed, below, structure = self._each(prefix, arg, f"in_placements[{index}]")
+            for rank, own in enumerate(by_rank):
+                copies = index in self._donated and rank > 0
+                found = [self._part(*each, rank, copies, sources) for each in zip(placed, below, strict=True)]
+                own.append(tree_unflatten(found, structure))
+        return Parts(tuple(map(tuple, by_rank)), sources)
 
-    def _each(self, prefix: Any, tree: Any, name: str) -> list[Sequence[Placement]]:
-        """The placements of each leaf of a tree."""
+    def _part(
+        self,
+        placement: Any,
+        tree: Any,
+        rank: int,
+        copies: bool,
+        sources: dict[int, tuple[Tensor, Sequence[Placement]]],
+    ) -> Any:
+        if isinstance(placement, PerRank):
+            if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
+                seen = f"PerRank() of {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
+                raise MeshError(self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks")
+            return tree[rank]
+        axes = on_axes(placement, self.mesh, f"{self._call}: in_placements")
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            refuse_donated(leaf, call=self._call)
+            made = part_of(leaf, axes, self.mesh, rank, self._call)
+            made = made.clone() if copies and made is leaf else made
+            sources[id(made)] = leaf, axes
+            return made
+
+        return tree_map(part, tree)
+
+    def _each(self, prefix: Any, tree: Any, name: str) -> tuple[list[Any], list[Any], TreeSpec]:
+        """The placements in a tree of them, what is below each in another tree, and the structure above."""
+        placed, structure = tree_flatten(prefix, is_placement)
         try:
-            found = broadcast_prefix(prefix, tree, is_placement)
+            return placed, structure.flatten_up_to(tree), structure
         except ValueError as error:
             seen = f"{name} of another structure than the values: {str(error).splitlines()[0]:.200}"
             raise MeshError(
                 self._call, seen, "the same structure, or one placement for all that is below it"
             ) from error
-        return [on_axes(one, self.mesh, f"{self._call}: {name}") for one in found]
 
-    def _parts(self, leaf: Any, placements: Sequence[Placement]) -> list[Any]:
-        if not isinstance(leaf, Tensor):
-            return [leaf] * self.mesh.num_ranks
-        return [part_of(leaf, placements, self.mesh, rank, self._call) for rank in self.mesh]
-
-    def _trace(self, by_rank: Sequence[Sequence[Any]], structure: TreeSpec) -> Traces:
-        every = [leaf for leaves in by_rank for leaf in leaves]
+    def _trace(self, given: Parts) -> Traces:
+        flat = [tree_flatten(own) for own in given.by_rank]
+        every = [leaf for leaves, _ in flat for leaf in leaves]
         grads = in_functorch_transform() or (
             torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in every)
         )
-        key = structure, tuple(map(_leaf_key, every)), grads, is_batch_invariant(), switches()
+        structures = tuple(structure for _, structure in flat)
+        key = structures, tuple(map(_leaf_key, every)), grads, is_batch_invariant(), switches()
         if (found := self._traces.get(key)) is None:
             if len(self._traces) >= _MAX_TRACES:
                 self._traces.clear()
             name = getattr(self._fn, "__name__", str(self._fn))
-            made = tuple(
-                trace(self._fn, name, self.mesh, rank, own, structure, grads) for rank, own in enumerate(by_rank)
-            )
+            made = tuple(trace(self._fn, name, self.mesh, rank, *own, grads) for rank, own in enumerate(flat))
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in made]))
             found = self._traces[key] = Traces(made, order)
         return found
 
-    def _join(
-        self,
-        traces: Sequence[Trace],
-        made: Sequence[Sequence[Any]],
-        given: Sequence[Any],
-        placements: Sequence[Sequence[Placement]],
-        by_rank: Sequence[Sequence[Any]],
-    ) -> Any:
+    def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
         """The whole result. A result that is the ranks' parts of an argument, written in place or not, is the
         argument."""
-        first = traces[0]
-        if any(one.structure != first.structure for one in traces):
-            seen = "results of other structures on other ranks"
-            raise MeshError(self._call, seen, "the same structure on every rank")
-        shape = tree_unflatten(list(made[0]), first.structure)
-        out = self._each(self.out_placements, shape, "out_placements")
-        whole = list[Any]()
-        for index, placed in enumerate(out):
-            parts = [leaves[index] for leaves in made]
-            if not isinstance(parts[0], Tensor):
-                whole.append(parts[0])
-                continue
-            source = next((i for i, x in enumerate(by_rank[0]) if x is parts[0]), None)
-            same = source is not None and all(own[source] is part for own, part in zip(by_rank, parts, strict=True))
-            if same and source is not None and placements[source] == placed:
-                whole.append(given[source])
-            else:
-                whole.append(whole_of(parts, placed, self.mesh))
-        return tree_unflatten(whole, first.structure)
+        trees = [tree_unflatten(list(own), one.structure) for own, one in zip(made, traces, strict=True)]
+        placed, _, structure = self._each(self.out_placements, trees[0], "out_placements")
+        below = [self._each(self.out_placements, tree, "out_placements")[1] for tree in trees]
+        return tree_unflatten(
+            [self._whole(one, parts, given) for one, parts in zip(placed, zip(*below, strict=True), strict=True)],
+            structure,
+        )
+
+    def _whole(self, placement: Any, parts: tuple[Any, ...], given: Parts) -> Any:
+        if isinstance(placement, PerRank):
+            return parts
+        axes = on_axes(placement, self.mesh, f"{self._call}: out_placements")
+
+        def whole(*leaves: Any) -> Any:
+            if not isinstance(leaves[0], Tensor):
+                return leaves[0]
+            found = [given.sources.get(id(leaf)) for leaf in leaves]
+            first = found[0]
+            if first is not None and first[1] == axes and all(x is not None and x[0] is first[0] for x in found):
+                return first[0]
+            return whole_of(leaves, axes, self.mesh)
+
+        try:
+            return tree_map(whole, *parts)
+        except ValueError as error:
+            seen = f"results of other structures on other ranks: {str(error).splitlines()[0]:.200}"
+            raise MeshError(self._call, seen, "the same structure on every rank") from error
 
     def __repr__(self) -> str:
         return f"<Sharded {getattr(self._fn, '__name__', self._fn)} on {self.mesh}>"
@@ -154,7 +190,8 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
         mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh` with names.
         in_placements: for each argument a placement, or a tree of them of the argument's structure, or of its top.
             `Shard(dim)`, `Replicate()`, `Partial()`, of weft or of `torch.distributed.tensor`; on a mesh of several
-            axes `Placements(tensor=Shard(0))`. Without a tuple, it is that of every argument.
+            axes `Placements(tensor=Shard(0))`; `PerRank()` of a tuple with a tree for each rank. Without a tuple, it is
+            that of every argument.
         out_placements: of the result, likewise.
 
     Returns:
