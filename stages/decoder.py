@@ -48,6 +48,7 @@ from weft.stages.layer_fields import row_starts
 from weft.stages.layers import Blocks, run_layers
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
+from weft.stages.shares import TensorRanks
 from weft.stages.sown import SownNames, carried_on, sowing
 from weft.state import State
 
@@ -71,6 +72,7 @@ def decoder_stage(
     beside: Beside | None = None,
     batch_invariant: bool = False,
     sown_names: SownNames | None = None,
+    ranks: TensorRanks | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -89,6 +91,8 @@ def decoder_stage(
         batch_invariant: whether the stage runs in `weft.batch_invariant()`.
         sown_names: shared by the stages of a split that run in this process, which find in it what none of them
             captures, and what two of them carry; None: this stage knows its own alone.
+        ranks: those that share the layers; the configuration, the parameters and the keys and values are then this
+            rank's (`weft.stages.shares`), and the stage runs in a function that `weft.shard` runs.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -99,7 +103,7 @@ def decoder_stage(
     own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}, "token_extras": token_extras or {}}
     functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own, attend=attend)
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
-    names = sown_names or SownNames(layout.num_stages)
+    names, blocks = sown_names or SownNames(layout.num_stages), attrs.evolve(BLOCKS, ranks=ranks)
 
     _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
@@ -111,7 +115,7 @@ def decoder_stage(
         check_call(name, layout, params, batch, x, section is not None)
         with invariant() if batch_invariant else nullcontext():
             resolved = resolve_inputs(name, functions.token_extras, state, batch)
-            hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
+            hidden = embed(params, resolved, batch.inputs_embeds, ranks) if x is None else x.hidden_states
             if x is not None and x.input_ids is not None:
                 batch = attrs.evolve(batch, input_ids=x.input_ids)
             positions = None
@@ -121,7 +125,7 @@ def decoder_stage(
             tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
             with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
                 given = params, state.kv_pages, own_batch, tables, hidden
-                hidden, pages = run_layers(config, BLOCKS, *given, functions, layout.start)
+                hidden, pages = run_layers(config, blocks, *given, functions, layout.start)
             sown.check_carried()
             captured = sown.after(x, hidden.device)
             if pages is not state.kv_pages:
@@ -135,7 +139,7 @@ def decoder_stage(
             if beside is not None:
                 known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)  # with the drafts
                 state, others = beside(state, attrs.evolve(resolved, input_ids=known))
-            result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others
+            result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others, ranks
             out = finish(config, params, state.sampling, batch, *result)
             names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
             out = attrs.evolve(out, captured=captured) if captured else out

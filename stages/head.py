@@ -31,6 +31,7 @@ from weft.settings import is_batch_invariant
 from weft.stages.config import ModelConfig
 from weft.stages.functions import ChangeLogits, LogitsAt, blamed_on
 from weft.stages.params import DecoderParams
+from weft.stages.shares import TensorRanks
 from weft.stages.sown import sowing_nothing
 from weft.state import State
 
@@ -39,16 +40,18 @@ _TOKENS_AT_ONCE = 256
 """Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
 
 
-def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
+def head(config: ModelConfig, params: DecoderParams, hidden: Tensor, ranks: TensorRanks | None = None) -> Tensor:
     """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
-    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
+    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head, ranks)
 
 
-def project(normed: Tensor, lm_head: Tensor) -> Tensor:
-    """The logits [n, vocab_size] of normalised hidden states [n, hidden_size]."""
-    return sum_parts(linear(normed, lm_head), normed.dtype)
+def project(normed: Tensor, lm_head: Tensor, ranks: TensorRanks | None = None) -> Tensor:
+    """The logits [n, vocab_size] of normalised hidden states [n, hidden_size]; `ranks` have a share of the head
+    each."""
+    own = sum_parts(linear(normed, lm_head), normed.dtype)
+    return own if ranks is None else ranks.logits(own)
 
 
 def finish(
@@ -64,13 +67,14 @@ def finish(
     change: ChangeLogits | None = None,
     captured: Mapping[str, PerToken] = NO_CAPTURES,
     beside: Mapping[str, LogitsAt] = NO_CAPTURES,
+    ranks: TensorRanks | None = None,
 ) -> Output:
     """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
 
     Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
     """
     index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
-    logits = head(config, params, hidden[index])
+    logits = head(config, params, hidden[index], ranks)
     if change is not None:
         count = 1 if where is None else where.shape[1]
         reads = extras_of(resolved, lambda x: x if count == 1 else x.repeat_interleave(count, 0))
@@ -83,7 +87,7 @@ def finish(
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured, beside)
-        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed)
+        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed, ranks)
     sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
     if where is not None:
         sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
@@ -206,6 +210,7 @@ def prompt_logprobs(
     targets: Tensor,
     count: int,
     changed: Callable[[Tensor, int], Tensor] | None = None,
+    ranks: TensorRanks | None = None,
 ) -> tuple[Tensor, ...]:
     """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
 
@@ -214,6 +219,7 @@ def prompt_logprobs(
         lm_head: [vocab_size, hidden_size].
         targets: [num_tokens] int64.
         changed: `(logits, start)`: a change of the logits of the tokens from `start` on.
+        ranks: those that have a share of the head each.
 
     Returns:
         [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first; the targets' ranks [num_tokens]
@@ -221,7 +227,7 @@ def prompt_logprobs(
     """
     parts: list[tuple[Tensor, ...]] = []
     for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
-        logits = project(states, lm_head)
+        logits = project(states, lm_head, ranks)
         if changed is not None:
             logits = changed(logits, sum(len(own) for own, *_ in parts))
         ids = _likeliest(logits, count)

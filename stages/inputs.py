@@ -13,6 +13,7 @@ from weft.outputs import IntermediateTensors
 from weft.stages.attention.rope import position_fault
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
+from weft.stages.shares import TensorRanks
 from weft.state import State, resolve
 
 
@@ -60,11 +61,14 @@ def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> di
     return {key: given[key].values if key in given else x.expand(count, *x.shape) for key, x in defaults.items()}
 
 
-def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:
+def embed(
+    params: DecoderParams, batch: ResolvedBatch, given: Tensor | None, ranks: TensorRanks | None = None
+) -> Tensor:
     """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are `given` in their places.
     First stage only."""
     assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
+    look_up = F.embedding if ranks is None else ranks.embed
     if given is None:
-        return F.embedding(batch.input_ids, params.embed_tokens)
-    known = F.embedding(batch.input_ids.clamp(min=0), params.embed_tokens)
+        return look_up(batch.input_ids, params.embed_tokens)
+    known = look_up(batch.input_ids.clamp(min=0), params.embed_tokens)
     return torch.where((batch.input_ids == EMBEDDED)[:, None], given, known)

@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.norm import add_parts
+from weft.ops.parts import sum_parts
 from weft.stages.attention import context
 from weft.stages.config import ModelConfig
 from weft.stages.functions import (
@@ -30,6 +31,7 @@ from weft.stages.functions import (
     noted,
 )
 from weft.stages.params import DecoderParams, LayerParams
+from weft.stages.shares import TensorRanks
 from weft.stages.sown import at_layer
 
 
@@ -38,12 +40,18 @@ class Blocks:
     """The functions of a model's layers, with the signatures of those in `weft.stages.decoder`.
 
     What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the first is a sum over
-    heads, and the second over inner columns: with the parameters of a part of these, it is a part of the sum.
+    heads, and the second over inner columns: with the parameters of a part of these, it is a part of the sum, which
+    `ranks` complete. That holds for functions of one's own, too.
     """
 
     norm: Callable[..., tuple[Normed, Tensor]]
     attention: Callable[..., tuple[Tensor, Tensor]]
     feed_forward: Callable[..., Tensor]
+    ranks: TensorRanks | None = None
+
+    def total(self, added: Tensor, hidden: Tensor) -> Tensor:
+        """What is added to the hidden states, from what this rank's share of a block returned."""
+        return added if self.ranks is None else self.ranks.total(sum_parts(added, hidden.dtype))
 
 
 def run_layers(
@@ -118,7 +126,7 @@ def _attend(
         with blamed_on("attention", batch):
             added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
         added = check_added("attention", added, hidden)
-    return added, hidden, pages
+    return blocks.total(added, hidden), hidden, pages
 
 
 def _feed(
@@ -138,7 +146,7 @@ def _feed(
     else:
         with blamed_on("feed_forward", batch):
             added = check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden)
-    return added, hidden
+    return blocks.total(added, hidden), hidden
 
 
 def _norm(
