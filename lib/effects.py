@@ -43,7 +43,7 @@ __all__ = [
 
 _OF = r"(?: stage (?P<{}>\d+))?"
 _SENT = rf"send{_OF.format('made')} to (?P<to>\d+)|recv{_OF.format('got')} from (?P<source>\d+)"
-_SENT += r"|broadcast from (?P<root>\d+)"
+_SENT += r"|broadcast from (?P<root>\d+)(?: among (?P<of>\d+(?:, \d+)*))?"
 _EFFECT = (
     rf"(?:run (?P<what>.+)|(?P<fence>fence)|(?P<sent>{_SENT}|{collectives.FORM})) "
     r"\[mb (?P<mb>\d+)\](?(sent)(?:: (?P<schema>.+))?)",
@@ -114,15 +114,17 @@ class Recv:
 
 @attrs.frozen
 class Broadcast:
-    """Pass the last stage's output for `microbatch` from rank `root` to all ranks: `root` starts to send it, the others
-    wait for it. Not a barrier. `schema` is that of the output, if it was declared."""
+    """Pass the last stage's output for `microbatch` from rank `root` to all ranks, or to `ranks`: `root` starts to send
+    it, the others wait for it. Not a barrier. `schema` is that of the output, if it was declared."""
 
     root: int
     microbatch: int
     schema: Schema | None = None
+    ranks: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        return f"broadcast from {self.root} [mb {self.microbatch}]{_suffix(self.schema)}"
+        among = "" if self.ranks is None else f" among {', '.join(map(str, self.ranks))}"
+        return f"broadcast from {self.root}{among} [mb {self.microbatch}]{_suffix(self.schema)}"
 
 
 @attrs.frozen
@@ -165,7 +167,8 @@ def parse_effect(line: str) -> Effect:
     if match["source"]:
         return Recv(int(match["source"]), microbatch, schema, stage)
     if match["root"]:
-        return Broadcast(int(match["root"]), microbatch, schema)
+        among = tuple(map(int, match["of"].split(", "))) if match["of"] else None
+        return Broadcast(int(match["root"]), microbatch, schema, among)
     if (found := collectives.parsed(match, microbatch, schema)) is None:
         instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, or all_to_all dim 0 to 0"
         raise ProgramError(f"parse_effect({line!r})", "a collective with other options", instead)

@@ -25,6 +25,8 @@ from weft import __version__
 from weft.arguments.checks import Rule, check_values
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send, listing
 from weft.errors import ProgramError
+from weft.meshes.mesh import Mesh
+from weft.transforms.pipelines.lanes import lane_rank, spread
 from weft.transforms.pipelines.machine import Machine, Step, interleave, puts, stage_sent, takes
 
 PROGRAMS: Rule = (
@@ -270,21 +272,28 @@ class CheckedPrograms:
     """The programs of a run, checked when this is made, and all that ranks must agree on before they perform them.
 
     Args:
-        programs: of all ranks.
+        lane: of the ranks of a pipeline.
         buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
         read_sources: returns the digest of each stage's source, and of `advance`'s (`source_digest`). It takes a while,
             and only processes compare them.
         spans: for each rank the effects `start:stop` that this run performs; earlier runs have performed those before,
             and later runs perform those after. None: all effects.
+        mesh: each of whose lanes performs the programs (`weft.transforms.pipelines.lanes`); None: there is one lane.
     """
 
-    programs: tuple[Program, ...]
+    lane: tuple[Program, ...]
     buffers: int | None = None
     read_sources: Callable[[], tuple[str, ...]] = tuple
     spans: tuple[tuple[int, int], ...] | None = None
+    mesh: Mesh | None = None
 
     def __attrs_post_init__(self) -> None:
-        check(self.programs, buffers=self.buffers)
+        check(self.lane, buffers=self.buffers)
+
+    @functools.cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of all ranks."""
+        return spread(self.lane, self.mesh)
 
     @functools.cached_property
     def text(self) -> str:
@@ -300,16 +309,21 @@ class CheckedPrograms:
     @functools.cached_property
     def num_stages(self) -> int:
         """The number of stages of the programs."""
-        return count_stages(self.programs)
+        return count_stages(self.lane)
 
     @functools.cached_property
     def num_microbatches(self) -> int:
         """The number of micro-batches of the programs."""
-        return 1 + max((effect.microbatch for program in self.programs for effect in program.effects), default=-1)
+        return 1 + max((effect.microbatch for program in self.lane for effect in program.effects), default=-1)
 
     def span(self, rank: int) -> tuple[int, int]:
         """The effects of a rank that this run performs, as `(start, stop)`."""
-        return (0, len(self.programs[rank].effects)) if self.spans is None else self.spans[rank]
+        place = lane_rank(self.mesh, rank)
+        return (0, len(self.lane[place].effects)) if self.spans is None else self.spans[place]
+
+    def sends_on(self, rank: int) -> bool:
+        """Whether a stage of this rank sends its results to another rank."""
+        return lane_rank(self.mesh, rank) < len(self.lane) - 1 or self.num_stages > len(self.lane)
 
     @functools.cached_property
     def order(self) -> tuple[Step, ...]:

@@ -40,8 +40,9 @@ def puts(step: Step, num_ranks: int) -> tuple[Edge, ...]:
     match step.effect:
         case Send(to):
             return (Edge(step.rank, to, "stages"),)
-        case Broadcast(root) if root == step.rank:
-            return tuple(Edge(root, rank, "returns") for rank in range(num_ranks) if rank != root)
+        case Broadcast(root, ranks=ranks) if root == step.rank:
+            receivers = range(num_ranks) if ranks is None else ranks
+            return tuple(Edge(root, rank, "returns") for rank in receivers if rank != root)
     return ()
 
 

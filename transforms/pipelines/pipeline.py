@@ -27,6 +27,7 @@ from weft.transforms.pipelines.argument_checks import (
     refuse_transform,
 )
 from weft.transforms.pipelines.checker import PROGRAMS, CheckedPrograms
+from weft.transforms.pipelines.lanes import lane_rank, pipeline_mesh
 from weft.transforms.pipelines.microbatch import after_first, class_text, lends_state
 from weft.transforms.pipelines.parts import join, split
 from weft.transforms.pipelines.schedule import (
@@ -118,6 +119,7 @@ class Pipelined:
         schema: Schema | None,
         transport: Transport,
         schedule: Schedule | Sequence[Program],
+        mesh: Any = None,
     ) -> None:
         self.stages = tuple(_with_own_results(stages))
         self.microbatches = microbatches
@@ -129,9 +131,16 @@ class Pipelined:
         self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
         self._schedule = schedule
         self._num_ranks = len(self._make_programs([Job()] * microbatches))
-        ranks = transport.ranks(self._num_ranks)
-        self._here = [index for index in range(len(self.stages)) if index % self._num_ranks in ranks]
-        self._returns = advance is not None or len(ranks) < self._num_ranks
+        self.mesh = pipeline_mesh(mesh, self._num_ranks, f"{self._text[:-1]}, mesh={mesh!s:.60})")
+        self._all_ranks = self._num_ranks if self.mesh is None else self.mesh.num_ranks
+        ranks = transport.ranks(self._all_ranks)
+        self._here = [
+            (index, rank)
+            for index in range(len(self.stages))
+            for rank in ranks
+            if index % self._num_ranks == lane_rank(self.mesh, rank)
+        ]
+        self._returns = advance is not None or len(ranks) < self._all_ranks
         self._read_sources = functools.cache(functools.partial(_sources, self.stages, advance))
         self._checked_by_key: dict[Any, CheckedPrograms] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
@@ -152,7 +161,7 @@ class Pipelined:
             if len(self._checked_by_key) >= _MAX_PROGRAMS:
                 self._checked_by_key.clear()
             programs = tuple(put_classes(self._make_programs(jobs), classes, self._schema, self._text))
-            checked = CheckedPrograms(programs, self._buffers, self._read_sources, spans)
+            checked = CheckedPrograms(programs, self._buffers, self._read_sources, spans, self.mesh)
             if self._schedule is not make_programs:
                 counts = len(self.stages), self._num_ranks
                 refuse_other_work(self._text, programs, counts, jobs, advances=self._advance is not None)
@@ -224,23 +233,23 @@ class Pipelined:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         checked = self._check_programs(jobs, [class_text(batch) for batch in batches])
         put_batches(workers, batches, [after_first(batch) for batch in batches])
-        self.transport.run(checked, workers, self.transport.mail(self._num_ranks))
+        self.transport.run(checked, workers, self.transport.mail(self._all_ranks))
         kept = {mb: value for (_, mb), value in workers[-1].results.items()}
         returned = workers[0].outputs if self._returns else kept | workers[-1].outputs
         return states_of(workers), [returned.get(mb) for mb in range(len(batches))]
 
     def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
-        check_entries("pipeline", len(self.stages), self._here, params, state)
+        check_entries("pipeline", len(self.stages), [index for index, _ in self._here], params, state)
         refuse_transform(self.transport)
         traced = in_dispatch_mode()
-        by_rank: dict[int, list[StageRun]] = {index % self._num_ranks: [] for index in self._here}
-        for index, own_params, own_state in zip(self._here, params, state, strict=True):
+        by_rank: dict[int, list[StageRun]] = {rank: [] for rank in sorted(rank for _, rank in self._here)}
+        for (index, rank), own_params, own_state in zip(self._here, params, state, strict=True):
             stage, is_last = self.stages[index], index == len(self.stages) - 1
             # A graphified stage returns a copy of its own, unless it only becomes part of a graph around it.
             shares = bool(self.__weft_donates__) and (traced or not isinstance(stage, Graphified))
             copies = lends(stage) and is_last, shares, lends_state(stage) and not traced
-            by_rank[index % self._num_ranks].append(StageRun(index, stage, own_params, own_state, *copies))
-        return [Worker(rank, stages, self._advance) for rank, stages in by_rank.items()]
+            by_rank[rank].append(StageRun(index, stage, own_params, own_state, *copies))
+        return [Worker(rank, stages, self._advance, mesh=self.mesh) for rank, stages in by_rank.items()]
 
     def session(self, params: Sequence[Any], state: Sequence[Any]) -> Session:
         """A stream without an end: batches are submitted a few at a time, and stages overlap across submissions.
@@ -269,7 +278,10 @@ class Pipelined:
         return listing(self.programs())
 
     def _repr_html_(self) -> str:
-        return titled(text(f"{self.__name__}, {self.microbatches} micro-batches"), programs_html(self.programs()))
+        return titled(
+            text(f"{self.__name__}, {self.microbatches} micro-batches"),
+            programs_html(self.programs()),
+        )
 
     def __repr__(self) -> str:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
@@ -284,6 +296,7 @@ def pipeline(
     schema: Schema | None = None,
     transport: Transport | None = None,
     schedule: Schedule | Sequence[Program] = make_programs,
+    mesh: Any = None,
 ) -> Pipelined:
     """Span a step over stages: each rank has a program of Send, Recv and Run, checked and then executed by a transport.
 
@@ -304,6 +317,9 @@ def pipeline(
             edited ones (`parse_listing`). Stage s runs on rank s % num_ranks, where num_ranks is the number of
             programs. They are checked before every new number of micro-batches: also that they run each job, in order,
             after the job that it waits for, and return the output of each job that feeds.
+        mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along which ranks share each
+            stage: the stage is then a function of one rank's part, as for `weft.shard`. It runs on `Threads` or
+            `Distributed`; params and state have an entry for each rank that runs a stage here, stage by stage.
 
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
@@ -326,4 +342,4 @@ def pipeline(
     stages = check_stages("pipeline", stages)
     check_lending(f"pipeline(<{len(stages)} stages>)", stages)
     check_options(len(stages), microbatches, advance, schema, transport, schedule)
-    return Pipelined(stages, microbatches, advance, schema, transport or Local(), schedule)
+    return Pipelined(stages, microbatches, advance, schema, transport or Local(), schedule, mesh)

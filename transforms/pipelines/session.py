@@ -95,7 +95,7 @@ class Session:
             ProgramError: the session was closed, or failed before.
         """
         self._refuse_ended("session.close()")
-        ends = tuple(len(program.effects) for program in self._checked(None).programs) if self._jobs else self._done
+        ends = tuple(len(program.effects) for program in self._checked(None).lane) if self._jobs else self._done
         outputs = self._advance_to(ends, len(self._jobs))
         self._ended = "it was closed, and its state is the caller's"
         return states_of(self._workers), outputs

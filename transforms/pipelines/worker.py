@@ -1,7 +1,7 @@
 """The worker: performs one rank's effects in order. A transport's `Link` executes the sends and receives among them."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import attrs
@@ -11,6 +11,8 @@ from weft.arguments.checks import kind_of
 from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
+from weft.meshes.mesh import Mesh
+from weft.ops.transfers.collective import Place, placed
 from weft.torchapi.private import storage_id
 from weft.transforms.pipelines.timeline import measuring
 from weft.trees import tree_leaves, tree_map
@@ -19,6 +21,11 @@ from weft.trees import tree_leaves, tree_map
 class Link(Protocol):
     """One rank's ends of the edges, which a transport makes: it sends, receives, and waits until what it sent has
     left."""
+
+    @property
+    def member(self) -> int | None:
+        """The number of this rank as a member of collectives (`weft.ops.transfers.collective`); None: it takes part in
+        none."""
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         """Start to send `value` to the rank that `effect` names (all ranks for a broadcast)."""
@@ -82,6 +89,7 @@ class Worker:
         results: the results of stages, by stage and micro-batch.
         outputs: the outputs of the last stage, by micro-batch.
         first: the number of micro-batch 0 over all runs that this one goes on from.
+        mesh: the ranks, where several share a stage.
     """
 
     rank: int
@@ -93,6 +101,7 @@ class Worker:
     results: dict[tuple[int, int], Any] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
     first: int = 0
+    mesh: Mesh | None = None
 
     def drop_finished(self, count: int) -> None:
         """Drop the first `count` micro-batches, which are over, and number the others from 0."""
@@ -120,7 +129,8 @@ class Worker:
                 batch = (self.later if own.index and self.later else self.batches)[mb]
                 before = own.index - 1, mb
                 x = self.inputs.pop(before, None) if before not in self.results else self.results.pop(before)
-                self.results[own.index, mb] = own.run(batch, x)
+                with self._placed(link):
+                    self.results[own.index, mb] = own.run(batch, x)
             case Send(_, _, schema, stage):
                 made = self.rank if stage is None else stage, mb
                 match_schema(self.rank, effect, schema, self.results[made])
@@ -136,12 +146,22 @@ class Worker:
             case Fence():
                 link.fence(effect)
 
+    def _placed(self, link: Link) -> AbstractContextManager[None]:
+        """The context in which a stage that ranks share runs."""
+        if self.mesh is None:
+            return nullcontext()
+        if link.member is None:
+            seen, instead = f"{self.mesh} in one thread", "Threads() or Distributed(); or weft.shard of each stage"
+            raise ProgramError("pipeline(..., mesh=..., transport=Local())", seen, instead)
+        return placed(Place(self.mesh, self.rank, link.member))
+
 
 def put_batches(workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0) -> None:
     """Give workers the micro-batches of a run; after the first stage they get `later`, made by `after_first`."""
     for worker in workers:
-        worker.batches, worker.first = (later if worker.rank else batches), first
-        worker.later = () if worker.rank or len(worker.stages) == 1 else later
+        has_first = worker.stages[0].index == 0
+        worker.batches, worker.first = (batches if has_first else later), first
+        worker.later = later if has_first and len(worker.stages) > 1 else ()
 
 
 def states_of(workers: Sequence[Worker]) -> tuple[Any, ...]:

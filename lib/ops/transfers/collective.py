@@ -72,6 +72,12 @@ def placed(place: Place) -> Iterator[None]:
         _PLACE.reset(token)
 
 
+def place_key() -> tuple[Any, ...] | None:
+    """What a captured call depends on of the rank that runs it: its mesh, its number, and its member."""
+    place = _PLACE.get()
+    return None if place is None else (place.mesh, place.rank, place.number)
+
+
 def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
     """The sum of the tensors of all ranks along an axis of the mesh, on each of them: JAX's `psum`.
 

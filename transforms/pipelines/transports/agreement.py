@@ -118,6 +118,26 @@ class Agreement:
             texts.append(state.digest)
         return header
 
+    def collective_header(self, effect: str, number: int) -> dict[str, Any]:
+        """The header of a rank's tensor for a collective, which is the same on all ranks that take part.
+
+        Args:
+            effect: the collective, with its tensor's schema.
+            number: of the collective, of all that this rank took part in.
+        """
+        return {"collective": effect, "number": number, "count": self._count, "chain": self._chain}
+
+    def compare_collective(self, peer: int, expected: "Expected | dict[str, Any]", header: dict[str, Any]) -> None:
+        """Raise ProgramError unless a rank came to the same collective, after the same calls."""
+        if header == expected:
+            return
+        own = expected if isinstance(expected, dict) else {"collective": "a message of a stage"}
+        here, there = own["collective"], header.get("collective", "a message of a stage")
+        seen, instead = f"rank {peer} is at '{there}'", "the same collectives in the same order on all ranks of a group"
+        if here == there:
+            seen, instead = f"rank {peer} was asked for something else before", _SAME_CALLS
+        raise ProgramError(f"rank {self.rank}: '{here}'", seen, instead)
+
     def expect(self, microbatch: int, returns: bool) -> Expected:
         """The header that a message which this rank is about to receive must have."""
         return Expected(self._states[microbatch], microbatch, returns)

@@ -33,6 +33,7 @@ class LocalLink:
     rank: int
     queues: Queues
     lent: bool
+    member: None = None
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         for edge in puts(Step(self.rank, effect), self.queues.num_ranks):

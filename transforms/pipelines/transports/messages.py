@@ -4,6 +4,7 @@
 The header has the layout of the value, which a receiver gets once.
 """
 
+import functools
 import hashlib
 import json
 from collections import deque
@@ -14,9 +15,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.effects import Broadcast, Fence, Recv, Schema, Send
+from weft.effects import Broadcast, Collective, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
-from weft.ops.transfers import transfer
+from weft.meshes.collectives import combine
+from weft.ops.transfers import collective, transfer
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
 from weft.transforms.pipelines.transports import json_values
@@ -153,8 +155,10 @@ class ProcessLink:
         self._layouts_by_key: dict[str, MessageLayout] = {}  # of the messages that this rank sends
         self._layouts_sent: dict[int, dict[str, None]] = {}  # by peer: those that it knows
         self._layouts_received: dict[int, dict[str, MessageLayout]] = {}
-        self._awaited: dict[int, deque[tuple[int, str, Expected]]] = {}  # by peer: the headers still to be read
+        # By peer: the headers still to be read, each with the key of its layout, and what it must say.
+        self._awaited: dict[int, deque[tuple[int, str, Expected | dict[str, Any]]]] = {}
         self._count = 0
+        self._meetings = 0
         self._first = 0
 
     def begin(self, checked: CheckedPrograms, first: int) -> None:
@@ -198,6 +202,42 @@ class ProcessLink:
             transfer.recv(filled, self._number, source, _tag(key, microbatch))
         return layout.build(tensors)
 
+    @functools.cached_property
+    def member(self) -> int:
+        return collective.register(self)
+
+    def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
+        """This rank's result of a collective: every rank sends its tensor to all others, and combines what it has, in
+        the order of the ranks, so that all get the same bits."""
+        own = self.monitor.rank
+        effect = attrs.evolve(effect, schema=Schema.of({"x": x}))
+        self._refuse_odd(effect, x)
+        self._meetings += 1
+        given = dense(x)
+        with self.monitor.at_collective(effect, self._meetings):
+            tag = _tag(str(effect), self._meetings)
+            header = self.agreement.collective_header(str(effect), self._meetings)
+            for peer in effect.ranks:
+                if peer != own:
+                    self.send_bytes(peer, header_bytes(header))
+                    if given.numel():
+                        transfer.send([given.reshape(-1)], self._number, peer, tag)
+            every = [x if rank == own else self._take_part(rank, header, tag, x) for rank in effect.ranks]
+        return combine(effect, every)[effect.ranks.index(own)].contiguous()
+
+    def _take_part(self, source: int, header: dict[str, Any], tag: int, like: Tensor) -> Tensor:
+        """The tensor that a rank brings to a collective."""
+        self._count += 1
+        self._awaited.setdefault(source, deque()).append((self._count, "", header))
+        if isinstance(self.end, DeviceEnd):
+            self.compare_arrived()
+        else:
+            self._compare(source, self._count)
+        found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if found.numel():
+            transfer.recv([found], self._number, source, tag)
+        return found
+
     def compare_arrived(self) -> None:
         """Compare the headers that have arrived. Raises as `recv_bytes` does, and ProgramError for one that differs."""
         for source, awaited in self._awaited.items():
@@ -212,7 +252,12 @@ class ProcessLink:
             last: the number of the last micro-batch that counts; None: all count.
         """
         headers = [header for awaited in self._awaited.values() for header in awaited]
-        count = max((own for own, _, header in headers if last is None or header.microbatch <= last), default=0)
+        counted = (
+            own
+            for own, _, header in headers
+            if last is None or not isinstance(header, Expected) or header.microbatch <= last
+        )
+        count = max(counted, default=0)
 
         def compare() -> None:
             for source in self._awaited:
@@ -229,7 +274,10 @@ class ProcessLink:
     def _compare_head(self, source: int, payload: bytes) -> None:
         _, key, expected = self._awaited[source].popleft()
         header = json.loads(payload)
-        self.agreement.compare(source, expected, header)
+        if isinstance(expected, Expected) and "collective" not in header:
+            self.agreement.compare(source, expected, header)
+        else:
+            self.agreement.compare_collective(source, expected, header)
         if "layout" in header:
             _keep(self._layouts_received[source], key, MessageLayout.loads(header["layout"]))
 
@@ -266,11 +314,10 @@ class ProcessLink:
         """Wait until what stages sent may be overwritten. What returns is a copy (`StageRun.copies_results`), and may
         be received in a later run."""
         assert self.checked is not None, "a run has begun"
-        interleaved = self.checked.num_stages > self.monitor.num_ranks
-        if self.monitor.rank < self.monitor.num_ranks - 1 or interleaved:  # else it sends nothing but what returns
+        if self.checked.sends_on(self.monitor.rank):  # else it sends nothing but what returns
             self.end.drain()
 
-    def _refuse_odd(self, effect: Send | Broadcast, tensor: Tensor) -> None:
+    def _refuse_odd(self, effect: Send | Broadcast | Collective, tensor: Tensor) -> None:
         """Raise ProgramError for a tensor that cannot be sent as bytes, is on another device, or would lose its
         gradient."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from weft.effects import Collective, parse_effect
 from weft.errors import RankError
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.transports.failures import Clock, Failure, blockers, culprit, described
@@ -31,6 +32,8 @@ CONNECT = "connect"
 """The instruction of a rank that connects to the others."""
 _WAITS = "wait for rank "
 """The instruction of a rank that needs another one before its first step; the number follows."""
+_NUMBER = ", number "
+"""It stands in the instruction of a rank in a collective, before its number."""
 _POLL = 0.1
 """The longest pause in seconds between two looks at the records."""
 _STARTING = 1800.0
@@ -88,6 +91,16 @@ class Monitor:
         """Write what this rank is about to do."""
         self.here = attrs.evolve(self.here, index=index, instruction=str(instruction))
         self.records.write_position(self.here)
+
+    @contextmanager
+    def at_collective(self, effect: Collective, number: int) -> Iterator[None]:
+        """Within, this rank takes part in a collective, inside an effect of its program; `number` counts them."""
+        before = self.here
+        self.here = attrs.evolve(before, instruction=f"{effect}{_NUMBER}{number}")
+        self.records.write_position(self.here)
+        yield
+        self.here = before
+        self.records.write_position(before)
 
     def move_to_sync(self) -> None:
         """Write that this rank waits for its device, and how many times it has done so since its last step."""
@@ -262,6 +275,10 @@ class Monitor:
         if here.instruction == SYNC:
             behind = [r for r, place in enumerate(places) if _reached(place) < _reached(here)]
             return sorted(behind, key=lambda r: _reached(places[r]))
+        if _NUMBER in here.instruction:
+            met = parse_effect(here.instruction.partition(_NUMBER)[0])
+            assert isinstance(met, Collective), "only collectives have numbers"
+            return [r for r in met.ranks if (places[r].step, places[r].instruction) != (here.step, here.instruction)]
         if (checked := self._programs.get(here.digest)) is None:
             return ()
         counts = [len(program.effects) for program in checked.programs]

@@ -1,13 +1,11 @@
 """The transport `Threads`: one process, and a thread for each rank, each on its own device if there are several."""
 
 import contextvars
+import functools
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import attrs
@@ -15,12 +13,15 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
-from weft.effects import Broadcast, Fence, Recv, Send
+from weft.effects import Broadcast, Collective, Fence, Recv, Schema, Send
 from weft.errors import CaptureError, ProgramError, RankError
+from weft.meshes.collectives import combine
+from weft.ops.transfers import collective
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms
-from weft.transforms.pipelines.machine import Edge, Step, puts, takes
-from weft.transforms.pipelines.transports.failures import Failure, blockers, check_timeout, culprit, described
+from weft.transforms.pipelines.machine import Edge, Step
+from weft.transforms.pipelines.transports.failures import Failure, check_timeout, described
+from weft.transforms.pipelines.transports.shared_run import Queue, SharedRun
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
 
@@ -29,13 +30,8 @@ _DEVICES: Rule = (
     "a list of them, one for each stage",
 )
 
-_CAPACITY = 2
-"""Messages that an edge between threads holds; a sender waits if there are more."""
 _AUTOCAST = ("cpu", "cuda")
 """The devices whose autocast a rank's thread takes over."""
-
-Queue = deque[tuple[int, Any]]
-"""The messages on an edge, each with the number of its micro-batch."""
 
 
 class Threads:
@@ -98,7 +94,7 @@ class Threads:
                 self._tasks[worker.rank].put(self._task(checked, worker, shared))
             self._join(shared)
 
-    def _join(self, shared: "SharedRun") -> None:
+    def _join(self, shared: SharedRun) -> None:
         try:
             shared.join()
         except BaseException as error:  # Ctrl-C: no rank may wait for one that is told to stop
@@ -133,7 +129,7 @@ class Threads:
         if hasattr(self, "_tasks"):  # not if __init__ raised
             self.close()
 
-    def _task(self, checked: CheckedPrograms, worker: Worker, shared: "SharedRun") -> Callable[[], None]:
+    def _task(self, checked: CheckedPrograms, worker: Worker, shared: SharedRun) -> Callable[[], None]:
         rank = worker.rank
         device = None if self.devices is None else self.devices[rank]
         link = ThreadLink(rank, shared, device, checked.lends)
@@ -173,19 +169,35 @@ def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 @attrs.frozen(eq=False)
 class ThreadLink:
-    """One rank's ends of the edges, in its thread."""
+    """One rank's ends of the edges, and its place in collectives, in its thread."""
 
     rank: int
-    shared: "SharedRun"
+    shared: SharedRun
     device: torch.device | None
     lends: bool
 
-    def send(self, effect: Send | Broadcast, value: Any) -> None:
+    @functools.cached_property
+    def member(self) -> int:
+        return collective.register(self)
+
+    def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
+        if in_dispatch_mode():
+            seen = "a capture in a thread, which captures of the other ranks would wait for"
+            raise CaptureError(f"rank {self.rank}: '{effect}'", seen, "Distributed(): a process for each rank")
+        described = attrs.evolve(effect, schema=Schema.of({"x": x}))
+        every = self.shared.meet(self.rank, described, self._message(x.clone()))
+        return combine(effect, [self._own(message) for message in every])[effect.ranks.index(self.rank)].contiguous()
+
+    def _message(self, value: Any) -> tuple[Any, torch.cuda.Event | None]:
+        """A value with the event after which it is there."""
         made = None
         if self.device is not None and self.device.type == "cuda":
             made = torch.cuda.Event()
             made.record()
-        self.shared.put(Step(self.rank, effect), (value, made))
+        return value, made
+
+    def send(self, effect: Send | Broadcast, value: Any) -> None:
+        self.shared.put(Step(self.rank, effect), self._message(value))
 
     def recv(self, effect: Recv | Broadcast) -> Any:
         return self.shared.take(Step(self.rank, effect), self._own)
@@ -206,118 +218,6 @@ def to_device(leaf: Any, device: torch.device | None, copy: bool = False) -> Any
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to(device, non_blocking=True, copy=copy) if device is not None else leaf.clone() if copy else leaf
-
-
-class SharedRun:
-    """The state that the threads of a run share: the edges, each rank's position, and the first failure.
-
-    Args:
-        checked: the programs of the run.
-        timeout: seconds without progress after which a rank has stalled.
-        edges: with the messages that earlier runs sent and this one receives.
-        first: the number, over all runs, of the first micro-batch of this one.
-    """
-
-    def __init__(self, checked: CheckedPrograms, timeout: float, edges: dict[Edge, Queue], first: int) -> None:
-        self.programs = checked.programs
-        self.num_ranks = self.left = len(checked.programs)
-        self.timeout = timeout
-        self.failure: Failure | None = None
-        self.at, self.ends = map(list, zip(*map(checked.span, range(self.num_ranks)), strict=True))
-        self._edges = edges
-        self._first = first
-        self._changed = threading.Condition()
-
-    def put(self, step: Step, value: Any) -> None:
-        """Put a message on its edges, when there is room."""
-        for edge in puts(step, self.num_ranks):
-            with self._changed:
-                queue = self._edges.setdefault(edge, deque())
-                if edge.carries == "stages":  # what returns may be received in a later run
-                    self._wait(step, partial(_has_room, queue), edge.to)
-                queue.append((self._first + step.effect.microbatch, value))
-                self._changed.notify_all()
-
-    def take(self, step: Step, copied: Callable[[Any], Any]) -> Any:
-        """Take a message off its edge, when there is one; `copied` makes it the receiver's."""
-        edge = takes(step)
-        assert edge is not None, "only an effect that takes is received"
-        with self._changed:
-            queue = self._edges.setdefault(edge, deque())
-            self._wait(step, lambda: bool(queue), edge.source)
-            value = copied(queue[0][1])
-            queue.popleft()
-            self._changed.notify_all()
-        return value
-
-    def await_received(self, step: Step) -> None:
-        """Wait until the next rank has received what this rank's stage sent of a micro-batch. What returns is a copy
-        (`StageRun.copies_results`), and may be received in a later run."""
-        mb = self._first + step.effect.microbatch
-        with self._changed:
-            for edge in [e for e in self._edges if e.source == step.rank and e.carries == "stages"]:
-                queue = self._edges[edge]
-                self._wait(step, partial(_holds_none, queue, mb), edge.to)
-
-    def fail(self, failure: Failure) -> None:
-        """Note a failure, unless there is one."""
-        with self._changed:
-            self.failure = self.failure or failure
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Note that a rank has come to its end, well or not."""
-        with self._changed:
-            self.left -= 1
-            self._changed.notify_all()
-
-    def join(self) -> None:
-        """Wait for all ranks; after a failure no longer than the time-out, since a rank may never end."""
-        with self._changed:
-            self._progress(lambda: self.left == 0, self._unfinished)
-            if self.failure is not None:
-                self._changed.wait_for(lambda: self.left == 0, self.timeout if self.failure.error is not None else 0.1)
-
-    def _wait(self, step: Step, ready: Callable[[], bool], peer: int) -> None:
-        """Wait until `ready()`, which depends on `peer`."""
-        self._progress(ready, lambda: peer)
-        if not ready():
-            assert self.failure is not None, "without one it waits"
-            raise self.failure.for_rank(step.rank, str(step.effect))
-
-    def _progress(self, ready: Callable[[], bool], peer: Callable[[], int]) -> None:
-        """Wait until `ready()`, or a failure. If no rank makes progress for the time-out, a rank has stalled."""
-        start, seen = time.monotonic(), list(self.at)
-        while not ready() and self.failure is None:
-            if self.at != seen:
-                start, seen = time.monotonic(), list(self.at)
-            left = start + self.timeout - time.monotonic()
-            if left <= 0:
-                self.failure = self._stalled(peer())
-                self._changed.notify_all()
-            else:
-                self._changed.wait(left)
-
-    def _unfinished(self) -> int:
-        """A rank that is not at its end."""
-        return next((rank for rank, end in enumerate(self.ends) if self.at[rank] < end), 0)
-
-    def instruction(self, rank: int) -> str:
-        """The next effect of a rank."""
-        effects, index = self.programs[rank].effects, self.at[rank]
-        return str(effects[index]) if index < len(effects) else "its end"
-
-    def _stalled(self, peer: int) -> Failure:
-        rank = culprit(peer, lambda waiting: blockers(self.programs, self.at, waiting, _CAPACITY))
-        return Failure(rank, self.instruction(rank), f"no progress for {self.timeout:g} s")
-
-
-def _has_room(queue: Queue) -> bool:
-    return len(queue) < _CAPACITY
-
-
-def _holds_none(queue: Queue, microbatch: int) -> bool:
-    return all(sent != microbatch for sent, _ in queue)
 
 
 def _refuse_unseen(call: str) -> None:

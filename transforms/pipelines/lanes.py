@@ -1,0 +1,75 @@
+"""Lanes: on a mesh, each place along the other axes has a pipeline of its own, and all of them run one program.
+
+The ranks of a stage, one from each lane, share its layers: between them there are collectives, inside its runs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from weft.effects import Broadcast, Effect, Program, Recv, Send
+from weft.errors import ProgramError
+from weft.meshes.mesh import Mesh
+from weft.transforms.pipelines.machine import Step, stage_sent
+
+PIPELINE = "pipeline"
+"""The axis of a mesh along which the ranks of a pipeline are."""
+
+
+def pipeline_mesh(given: Any, num_ranks: int, call: str) -> Mesh | None:
+    """The mesh of a pipeline of `num_ranks` ranks; None: it has no lanes.
+
+    Raises:
+        MeshError: not a mesh.
+        ProgramError: as many ranks along another axis, or another number of ranks along this one.
+    """
+    if given is None:
+        return None
+    mesh = Mesh.of(given, call)
+    if mesh.sizes.get(PIPELINE, 1) != num_ranks:
+        seen = f"{mesh}, and {num_ranks} rank{'s' * (num_ranks > 1)} of the pipeline"
+        raise ProgramError(call, seen, f"Mesh({PIPELINE}={num_ranks}, ...)")
+    return mesh if PIPELINE in mesh.sizes else Mesh(**{PIPELINE: 1}, **mesh.sizes)
+
+
+def lane_rank(mesh: Mesh | None, rank: int) -> int:
+    """The place of a rank in its lane."""
+    return rank if mesh is None else mesh.coordinates(rank)[PIPELINE]
+
+
+def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...]:
+    """The programs of all ranks of a mesh, from those of one lane.
+
+    >>> from weft.transforms import Job, make_programs
+    >>> for program in spread(make_programs(2, [Job()]), Mesh(pipeline=2, tensor=2))[1::2]:
+    ...     print(program)
+    rank 1 of 4
+      run stage 0 [mb 0]
+      send stage 0 to 3 [mb 0]
+      broadcast from 3 among 1, 3 [mb 0]
+    rank 3 of 4
+      recv stage 0 from 1 [mb 0]
+      run stage 1 [mb 0]
+      broadcast from 3 among 1, 3 [mb 0]
+    """
+    if mesh is None:
+        return tuple(programs)
+    found = []
+    for rank in mesh:
+        lane, own = mesh.group(rank, PIPELINE), programs[lane_rank(mesh, rank)]
+        effects = tuple(_moved(effect, own.rank, lane) for effect in own.effects)
+        found.append(Program(rank, mesh.num_ranks, effects, own.classes))
+    return tuple(found)
+
+
+def _moved(effect: Effect, rank: int, lane: tuple[int, ...]) -> Effect:
+    """An effect of a lane's rank, with the numbers that its ranks have in the mesh."""
+    match effect:
+        case Send(to):
+            return attrs.evolve(effect, to=lane[to], stage=stage_sent(Step(rank, effect)))
+        case Recv(source):
+            return attrs.evolve(effect, source=lane[source], stage=stage_sent(Step(rank, effect)))
+        case Broadcast(root):
+            return attrs.evolve(effect, root=lane[root], ranks=lane)
+    return effect
