@@ -26,6 +26,7 @@ _RULES: dict[str, Rule] = {
         f"an AttentionBackend, or one of auto, {', '.join(BACKENDS)}",
     ),
     "batch_invariant": (lambda flag: isinstance(flag, bool), "True or False"),
+    "shard": (lambda shard: shard is None or _is_stage(shard), "(index, num_ranks), the ranks numbered from 0"),
     "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
 }
 
@@ -92,6 +93,16 @@ def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
     """
     check_values(call, _RULES, {"stage": stage}, ProgramError)
     return (0, 1) if stage is None else stage
+
+
+def pick_shard(shard: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
+    """The index of a rank's share of each layer, and the number of ranks; None: the only one.
+
+    Raises:
+        ProgramError: there is no share of this index.
+    """
+    check_values(call, _RULES, {"shard": shard}, ProgramError)
+    return (0, 1) if shard is None else shard
 
 
 def check_backend(

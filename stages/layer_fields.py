@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.ops.fp8 import BLOCK, ceil_blocks
@@ -17,15 +18,35 @@ class Part:
 
     Args:
         name: transformers' name.
-        shape: its shape in the checkpoint.
+        shape: its shape in the field.
         start: its first row in the field.
         expert: its expert; None: the layer has none.
+        stored: its shape in the checkpoint, where the field has only a share of it; None: `shape`.
+        offset: where that share begins in each dimension.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int = 0
     expert: int | None = None
+    stored: tuple[int, ...] | None = None
+    offset: tuple[int, ...] = ()
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Its shape in the checkpoint."""
+        return self.stored or self.shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The share of the checkpoint's tensor, as an index; empty: all of it."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=False))
+
+    def place(self, field: Tensor) -> Tensor:
+        """Its view of its field's tensor."""
+        rows = field if self.expert is None else field[self.expert]
+        found = rows[self.start : self.start + self.shape[0]]
+        return found if found.dim() == 1 else found[:, : self.shape[1]]
 
 
 @attrs.frozen

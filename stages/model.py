@@ -20,7 +20,15 @@ from weft.stages.checkpoints.chat import ChatTemplate, Messages, render_chat
 from weft.stages.checkpoints.formats import open_checkpoint
 from weft.stages.checkpoints.reading import Origin, checked_device, digest_params, read_params
 from weft.stages.checkpoints.tokenizer import encode, lacks_tokenizer, tokenizer_failures
-from weft.stages.choices import check_backend, pick_attention, pick_device, pick_dtype, pick_kv_dtype, pick_stage
+from weft.stages.choices import (
+    check_backend,
+    pick_attention,
+    pick_device,
+    pick_dtype,
+    pick_kv_dtype,
+    pick_shard,
+    pick_stage,
+)
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import decoder_stage
 from weft.stages.functions import (
@@ -41,6 +49,7 @@ from weft.stages.functions import (
 from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
+from weft.stages.shares import AXIS, TensorRanks, share_config
 from weft.stages.sown import SownNames
 from weft.trees import OF_THIS_PROCESS
 
@@ -73,6 +82,7 @@ class Model:
         transforms: those of its stages, the innermost first.
         kv_dtype: of the KV cache; None: `dtype`.
         chat_template: the checkpoint's, which makes prompts of chats; None if it has none.
+        shard: this rank's share of each layer, `(index, number of ranks)` (`weft.stages.shares`).
     """
 
     config: ModelConfig
@@ -85,6 +95,7 @@ class Model:
     transforms: tuple[Transform, ...] = attrs.field(default=(), kw_only=True)
     kv_dtype: torch.dtype | None = attrs.field(default=None, kw_only=True)
     chat_template: ChatTemplate | None = attrs.field(default=None, kw_only=True)
+    shard: tuple[int, int] = attrs.field(default=(0, 1), kw_only=True, metadata=OF_THIS_PROCESS)
     _sown_names: dict[int, SownNames] = attrs.field(  # by the number of stages
         factory=dict, init=False, repr=False, metadata=OF_THIS_PROCESS
     )
@@ -92,6 +103,16 @@ class Model:
     @layout.default
     def _whole(self) -> StageLayout:
         return split_layers(self.config.num_layers, 1)[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all layers, and all of each."""
+        return self.layout.num_stages == self.shard[1] == 1
+
+    @property
+    def own_config(self) -> ModelConfig:
+        """The configuration of this rank's share."""
+        return self.config if self.shard[1] == 1 else share_config(self.config, self.shard[1])
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +138,7 @@ class Model:
         none.
         """
         if self.origin is None:
-            return f"{self.dtype}, {digest_params(self.params) if self.layout.num_stages == 1 else 'of no checkpoint'}"
+            return f"{self.dtype}, {digest_params(self.params) if self.is_whole else 'of no checkpoint'}"
         return f"{self.dtype}, {self.origin.describe(self.params)}"
 
     @property
@@ -234,7 +255,8 @@ class Model:
             models = {name: (one.config, one.params, one.functions) for name, one in self.functions.beside.items()}
             own["beside"] = readers_beside(models)
         own["sown_names"] = self._sown_names.setdefault(layout.num_stages, SownNames(layout.num_stages))
-        stage = decoder_stage(self.config, layout, **options, **own)
+        own["ranks"] = None if self.shard[1] == 1 else TensorRanks(AXIS, self.config.vocab_size)
+        stage = decoder_stage(self.own_config, layout, **options, **own)
         for transform in self.transforms:
             stage = transformed(stage, transform, layout)
         return stage
@@ -318,6 +340,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     *,
     stage: tuple[int, int] | None = None,
+    shard: tuple[int, int] | None = None,
     strict: bool = False,
     progress: bool = False,
     attention: str | AttentionBackend = "auto",
@@ -335,6 +358,8 @@ def load(
         dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own. That of a quantised .gguf
             is bfloat16.
         stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all layers.
+        shard: `(index, num_ranks)`: read that share of each layer alone, for a rank of `Engine(..., tensor=num_ranks)`;
+            None: whole layers.
         strict: whether fields of the configuration that weft does not know, or a tokenizer of a .gguf, are an error,
             instead of one `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
@@ -362,7 +387,7 @@ def load(
     given = str(path) if isinstance(path, Path) else path
     call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
     check_values(call, _RULES, {"path": path})
-    index, num_stages = pick_stage(stage, call=call)
+    (index, num_stages), share = pick_stage(stage, call=call), pick_shard(shard, call=call)
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     checkpoint = open_checkpoint(path, call)
     config = checkpoint.read_config(call, strict=strict)
@@ -376,7 +401,8 @@ def load(
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
         digest = beside.submit(checkpoint.digest, call)  # it reads a few pages of each file, the load all of them
-        params = read_params(reader, config, layout, target, kind, progress=progress)
+        params = read_params(reader, config, layout, target, kind, shard=share, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
         own: dict[str, Any] = {"layout": layout, "origin": origin, "functions": functions, "kv_dtype": kept}
+        own["shard"] = share
         return Model(config, params, tokenizer, checkpoint.path, chat_template=template, **own)

@@ -29,6 +29,7 @@ from weft.stages.layer_fields import Field, adaptable
 from weft.stages.layout import StageLayout, split_model
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
+from weft.stages.shares import WHOLE, Shard, cut_field
 
 _AT_ONCE = 2**28
 """Elements that are drawn at a time: 1 GiB of float32 beside the parameters."""
@@ -146,28 +147,30 @@ def random_params(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     std: float = 0.02,
+    shard: Shard = WHOLE,
 ) -> DecoderParams:
     """Random parameters of the right structure, for benchmarks and tests: normal with deviation `std`.
 
-    A field's values depend on `seed`, its name, the layer and the kind of device alone, so that the stages of any split
-    agree with the whole model. Norms are 1 plus the same noise. Weights in FP8 are normal with deviation 16, and their
-    scales `std / 16` times a uniform number from 0.5 to 1.5.
+    A field's values depend on `seed`, its name, the layer and the kind of device alone, so that the stages and shares
+    of any split agree with the whole model. Norms are 1 plus the same noise. Weights in FP8 are normal with deviation
+    16, and their scales `std / 16` times a uniform number from 0.5 to 1.5.
 
     Args:
         config, layout: the model's, and the stage's.
         seed, std: as above.
         device: the device on which they are made.
         dtype: `float32`, `bfloat16` or `float16`; None: the configuration's.
+        shard: a rank's share of each layer, `(index, number of ranks)`.
 
     Raises:
-        ConfigError: a dtype that no decoder computes in.
+        ConfigError: a dtype that no decoder computes in, or layers that the ranks cannot share.
         ProgramError: a layout for another number of layers.
         DeviceError: a device that this machine does not have, or whose memory is too small.
     """
     call = f"random_params(config, {layout!r}, seed={seed})"
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
-    fields = dict(stage_fields(config, layout))
-    _check_memory(fields.values(), dtype, device, call)
+    fields, own = dict(stage_fields(config, layout)), dict(stage_fields(config, layout, shard))
+    _check_memory(own.values(), dtype, device, call)
 
     def draw(path: str, field: Field) -> Tensor:
         digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
@@ -177,7 +180,7 @@ def random_params(
             some.copy_(_noise(path, field, some, std, generator))
         return _without_gaps(field, whole)
 
-    tensors = {path: draw(path, field) for path, field in fields.items()}
+    tensors = {path: cut_field(draw(path, field), field, own[path]) for path, field in fields.items()}
     return assemble(config, layout, tensors, device)
 
 
@@ -220,6 +223,7 @@ def random_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     stage: tuple[int, int] | None = None,
+    shard: Shard = WHOLE,
     name: str = "model",
     kv_dtype: torch.dtype | str | None = None,
 ) -> Model:
@@ -228,7 +232,7 @@ def random_model(
     Args:
         config: the whole model's, from `load_config`, or `parse_config(PRESETS["tiny"], source="tiny")`.
         seed: as in `random_params`.
-        device, dtype, stage, kv_dtype: as in `weft.load`.
+        device, dtype, stage, shard, kv_dtype: as in `weft.load`.
         name: its name; ranks compare it with the seed.
 
     Raises:
@@ -240,10 +244,10 @@ def random_model(
     where, kind = pick_device(device, call=call), pick_dtype(dtype or config.dtype, call=call)
     index, num_stages = pick_stage(stage, call=call)
     layout = split_model(config, num_stages)[index]
-    params = random_params(config, layout, seed=seed, device=where, dtype=kind)
+    params = random_params(config, layout, seed=seed, device=where, dtype=kind, shard=shard)
     origin = Origin(f"random {name} {seed}", digest_params(params))
     kept = pick_kv_dtype(kv_dtype, call=call)
-    return Model(config, params, None, Path(name), layout=layout, origin=origin, kv_dtype=kept)
+    return Model(config, params, None, Path(name), layout=layout, origin=origin, kv_dtype=kept, shard=shard)
 
 
 def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float) -> Adapter:

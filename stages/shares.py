@@ -6,8 +6,6 @@ Where there are fewer key and value heads than ranks, several hold the same one.
 the vocabulary, to whose end zeros are added where it is not a multiple of the number of ranks.
 """
 
-from typing import Any
-
 import attrs
 import torch
 import torch.nn.functional as F
@@ -17,9 +15,13 @@ from weft.errors import ConfigError
 from weft.ops.fp8 import BLOCK
 from weft.ops.transfers.collective import all_gather, all_reduce, axis_index
 from weft.stages.config import ModelConfig
-from weft.stages.layer_fields import Field, layer_fields
-from weft.stages.layout import StageLayout
-from weft.stages.params import DecoderParams, LayerParams
+from weft.stages.layer_fields import Field, Part, layer_fields
+
+Shard = tuple[int, int]
+"""A rank's share of a model: its index, and the number of ranks."""
+WHOLE: Shard = (0, 1)
+AXIS = "tensor"
+"""The axis of a mesh along which ranks share the layers of a model."""
 
 
 def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -50,67 +52,50 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     )
 
 
-def share_params(
-    params: DecoderParams, config: ModelConfig, layout: StageLayout, rank: int, num_ranks: int
-) -> DecoderParams:
-    """A rank's share of a stage's parameters, as new tensors where they are cut.
-
-    Args:
-        params: of the stage.
-        config: of the whole model.
-        layout: the stage's layers.
-        rank, num_ranks: the rank, and the number of ranks.
-    """
-    own = share_config(config, num_ranks)
-    layers = (
-        _share_layer(layer, config, own, index, rank, num_ranks)
-        for index, layer in zip(layout.layers, params.layers, strict=True)
-    )
-    embed, head = params.embed_tokens, params.lm_head
-    shared = None if embed is None else share_rows(embed, rank, num_ranks)
-    return attrs.evolve(
-        params,
-        embed_tokens=shared,
-        layers=tuple(layers),
-        lm_head=shared if head is embed else None if head is None else share_rows(head, rank, num_ranks),
-    )
+def share_fields(config: ModelConfig, index: int, shard: Shard = WHOLE) -> dict[str, Field]:
+    """The fields of layer `index` (`weft.stages.layer_fields`), or of a rank's share of it."""
+    whole = layer_fields(config, index)
+    rank, num_ranks = shard
+    if num_ranks == 1:
+        return whole
+    kv_rank = rank * min(config.num_kv_heads, num_ranks) // num_ranks  # ranks may hold the same head
+    own = layer_fields(share_config(config, num_ranks), index)
+    return {name: _share_field(name, whole[name], field, rank, kv_rank) for name, field in own.items()}
 
 
-def share_rows(weight: Tensor, rank: int, num_ranks: int) -> Tensor:
-    """A rank's rows of the embedding or the head [vocab, hidden], the last ones filled with zeros."""
-    size = -(-weight.shape[0] // num_ranks)
-    own = weight[rank * size : (rank + 1) * size]
-    return F.pad(own, (0, 0, 0, size - own.shape[0])) if own.shape[0] < size else own
-
-
-def _share_layer(
-    layer: LayerParams, config: ModelConfig, own: ModelConfig, index: int, rank: int, num_ranks: int
-) -> LayerParams:
-    whole, shared = layer_fields(config, index), layer_fields(own, index)
-    kv_index = rank * min(config.num_kv_heads, num_ranks) // num_ranks  # ranks may hold the same head
-    cut = dict[str, Any]()
-    for name, field in shared.items():
-        tensor: Tensor = getattr(layer, name)
-        if field.shape == whole[name].shape:
-            # A bias after a sum over the ranks is added by one of them.
-            cut[name] = torch.zeros_like(tensor) if name in ("o_bias", "down_bias") and rank else tensor
-        else:
-            cut[name] = _share_field(tensor, name, whole[name], field, rank, kv_index)
-    return attrs.evolve(layer, **cut)
-
-
-def _share_field(tensor: Tensor, name: str, whole: Field, own: Field, rank: int, kv_index: int) -> Tensor:
-    """A rank's share of a tensor of `LayerParams`; of keys and values, the share `kv_index`."""
-    made = torch.zeros(own.shape, dtype=tensor.dtype, device=tensor.device)
+def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+    """A rank's share of a field; of keys and values, the share `kv_rank`."""
+    if name in ("o_bias", "down_bias") and rank:
+        return attrs.evolve(own, parts=())  # added after the sum over the ranks: one of them adds it
+    parts = list[Part]()
     for place, (part, mine) in enumerate(zip(whole.parts, own.parts, strict=True)):
-        source, target = (x if part.expert is None else x[part.expert] for x in (tensor, made))
-        index = kv_index if name.startswith("qkv") and place > 0 else rank
-        source = source.narrow(0, part.start, part.shape[0])
-        target = target.narrow(0, mine.start, mine.shape[0])
-        for dim, (size, share) in enumerate(zip(part.shape, mine.shape, strict=True)):
-            source = source.narrow(dim, index * share if share < size else 0, share)
-            target = target.narrow(dim, 0, share)
-        target.copy_(source)
+        at = kv_rank if name.startswith("qkv") and place > 0 else rank
+        offset = tuple(at * size if size < all_ else 0 for size, all_ in zip(mine.shape, part.shape, strict=True))
+        parts.append(mine if mine.shape == part.shape else attrs.evolve(mine, stored=part.shape, offset=offset))
+    return attrs.evolve(own, parts=tuple(parts))
+
+
+def share_rows(field: Field, shard: Shard) -> Field:
+    """A rank's share of the embedding or the head, `[vocab, hidden]`: as many rows on each rank, the last ones 0."""
+    rank, num_ranks = shard
+    if num_ranks == 1:
+        return field
+    (part,), (rows, columns) = field.parts, field.shape
+    size = -(-rows // num_ranks)
+    count = min(size, rows - rank * size)
+    own = attrs.evolve(part, shape=(count, columns), stored=field.shape, offset=(rank * size, 0))
+    return Field((size, columns), (own,) if count > 0 else (), field.dtype)
+
+
+def cut_field(tensor: Tensor, whole: Field, own: Field) -> Tensor:
+    """A rank's share of a field's tensor, in new memory where it is cut."""
+    if own == whole:
+        return tensor
+    made = torch.zeros(own.shape, dtype=tensor.dtype, device=tensor.device)
+    parts = {(part.name, part.expert): part for part in whole.parts}
+    for part in own.parts:
+        source = parts[part.name, part.expert].place(tensor)
+        part.place(made).copy_(source[part.slices] if part.slices else source)
     return made
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.meshes.placements import REDUCTIONS
-from weft.schema import Schema
+from weft.schema import Schema, TensorSchema
 
 
 @attrs.frozen
@@ -124,6 +124,11 @@ def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Coll
         case "all_to_all", None, str(split), str(concat):
             return AllToAll(*given, int(split), int(concat))
     return None
+
+
+def with_schema(effect: Collective, x: Tensor) -> Collective:
+    """The collective with the schema of a rank's tensor."""
+    return attrs.evolve(effect, schema=Schema((TensorSchema("x", tuple(map(int, x.shape)), x.dtype),)))
 
 
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:

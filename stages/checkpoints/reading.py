@@ -20,9 +20,10 @@ from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, D
 from weft.stages.architectures import ARCHITECTURES
 from weft.stages.attention.rope import inverse_frequencies
 from weft.stages.config import DTYPES, ModelConfig, find_file
-from weft.stages.layer_fields import Field, Part, layer_fields
+from weft.stages.layer_fields import Field, Part
 from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
+from weft.stages.shares import WHOLE, Shard, share_fields, share_rows
 from weft.trees import tree_leaves
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -50,7 +51,8 @@ class TensorReader(Protocol):
         (by safetensors' names), and no tensor that nothing explains."""
 
     def read(self, part: Part, dtype: torch.dtype, /) -> Tensor:
-        """The tensor of a part, on any device and in any dtype; a format that has to convert it takes `dtype`."""
+        """The tensor of a part, or the share of it, on any device and in any dtype; a format that has to convert it
+        takes `dtype`."""
 
 
 def read_params(
@@ -60,10 +62,11 @@ def read_params(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    shard: Shard = WHOLE,
     progress: bool,
 ) -> DecoderParams:
-    """A stage's parameters from a reader, after every name, shape and dtype was checked."""
-    fields = dict(stage_fields(config, layout))
+    """A stage's parameters, or a rank's share of them, from a reader, after every name, shape and dtype was checked."""
+    fields = dict(stage_fields(config, layout, shard))
     checks = []
     for field in fields.values():
         dtypes = FLOATS if field.dtype is None or field.dtype.itemsize > 1 else (_FP8,)
@@ -112,13 +115,14 @@ class SafetensorsReader:
         with ExitStack() as stack:
             handles = _open_all(files.values(), "cpu", self.call, stack)
             for part, file in files.items():
-                own = part.name, part.shape, needed[part], file.name
+                own = part.name, part.stored_shape, needed[part], file.name
                 check_tensor(handles[file], *own, "config.json", self.call)
         self._handles.update(_open_all(files.values(), str(self.device), self.call, self.stack))
 
     def read(self, part: Part, _: torch.dtype) -> Tensor:
         """As `TensorReader.read`: in the checkpoint's dtype."""
-        tensor: Tensor = self._handles[self._files[part.name]].get_tensor(part.name)
+        handle = self._handles[self._files[part.name]]
+        tensor: Tensor = handle.get_slice(part.name)[part.slices] if part.slices else handle.get_tensor(part.name)
         return tensor
 
 
@@ -131,15 +135,8 @@ def _fill(
         return read(field.parts[0], dtype).to(device, dtype)
     whole = torch.zeros(field.shape, dtype=dtype, device=device)
     for part in field.parts:
-        _place_of(part, whole).copy_(read(part, dtype))
+        part.place(whole).copy_(read(part, dtype))
     return whole
-
-
-def _place_of(part: Part, whole: Tensor) -> Tensor:
-    """A part's view of its field's tensor."""
-    rows = whole if part.expert is None else whole[part.expert]
-    place = rows[part.start : part.start + part.shape[0]]
-    return place if place.dim() == 1 else place[:, : part.shape[1]]
 
 
 def places(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, Tensor]:
@@ -151,7 +148,7 @@ def places(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> d
         owner = params.layers[int(layer[1]) - layout.start] if layer else params
         if path == "embed_tokens" and not layout.first:
             name = "lm_head"
-        found |= {part.name: _place_of(part, getattr(owner, name)) for part in field.parts}
+        found |= {part.name: part.place(getattr(owner, name)) for part in field.parts}
     if config.tie_word_embeddings and EMBED in found:
         found[HEAD] = found[EMBED]
     return found
@@ -162,22 +159,23 @@ def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[i
     return {part.name: part.shape for _, field in stage_fields(config, layout) for part in field.parts}
 
 
-def stage_fields(config: ModelConfig, layout: StageLayout) -> Iterator[tuple[str, Field]]:
-    """The fields of a stage's parameters, each with its path: `layers.3.qkv_proj`, counted in the whole model.
+def stage_fields(config: ModelConfig, layout: StageLayout, shard: Shard = WHOLE) -> Iterator[tuple[str, Field]]:
+    """The fields of a stage's parameters, or of a rank's share of them, each with its path: `layers.3.qkv_proj`,
+    counted in the whole model.
 
     The field of a tied head is the embedding.
     """
     vocabulary = config.vocab_size, config.hidden_size
-    embedding = Field(vocabulary, (Part(EMBED, vocabulary),))
+    embedding = share_rows(Field(vocabulary, (Part(EMBED, vocabulary),)), shard)
     if layout.first:
         yield "embed_tokens", embedding
     for i in layout.layers:
-        for name, field in layer_fields(config, i).items():
+        for name, field in share_fields(config, i, shard).items():
             yield f"layers.{i}.{name}", field
     if layout.last:
         yield "norm", Field((config.hidden_size,), (Part(NORM, (config.hidden_size,)),))
         if not config.tie_word_embeddings:
-            yield "lm_head", Field(vocabulary, (Part(HEAD, vocabulary),))
+            yield "lm_head", share_rows(Field(vocabulary, (Part(HEAD, vocabulary),)), shard)
         elif not layout.first:
             yield "embed_tokens", embedding
 

@@ -25,6 +25,7 @@ from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.results import FinishedWork, PendingResults, StepResult
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
+from weft.transforms.engine.split import Split
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.step import Work, engine_ladder
 from weft.transforms.engine.weights import Params, make_weights
@@ -42,6 +43,9 @@ class Engine:
         model: from `weft.load`; with a pipeline over processes, this rank's stage (`weft.load(..., stage=...)`).
         limits: rows, tokens per step, pages. None: what fits in memory.
         pipeline: the number of stages that the layers are split into.
+        tensor: the number of ranks that share each layer, of heads, of inner columns and of the vocabulary; each has
+            its share of the model (`weft.load(..., shard=...)`) and a process. Of `pipeline * tensor` ranks, those that
+            share a stage are neighbours.
         graph: one of `weft.transforms.MODES`.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
         run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
@@ -69,6 +73,7 @@ class Engine:
         limits: EngineLimits | None = None,
         *,
         pipeline: int = 1,
+        tensor: int = 1,
         graph: str = "full_and_piecewise",
         transport: Transport | None = None,
         run_ahead: int = 1,
@@ -82,24 +87,25 @@ class Engine:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
         options = {"graph": graph, "num_logprobs": num_logprobs, "seed": seed, "prefix_caching": prefix_caching}
         own = {"limits": limits, "adapters": adapters, "speculation": speculation}
-        check_engine(call, model, transport, pipeline=pipeline, run_ahead=run_ahead, **options, **own)
+        check_engine(call, model, transport, pipeline=pipeline, tensor=tensor, run_ahead=run_ahead, **options, **own)
         self.model, self.transport, self.run_ahead = model, transport or Local(), run_ahead
         self.num_logprobs = num_logprobs = model.config.vocab_size if num_logprobs == -1 else num_logprobs
+        split = Split(self.transport, pipeline, tensor)
+        split.check(call, model)
         if speculation is not None:
-            speculation.check(call, model, 0 in self.transport.ranks(pipeline))
+            speculation.check(call, model, 0 in split.here)
         graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)  # once, with one warning
-        self._is_distributed = len(self.transport.ranks(pipeline)) < pipeline
+        self._is_distributed = split.is_distributed
         limits = limits or EngineLimits()
         if self._is_distributed:
             assert_same_left_out(call, self.transport, {"seed": seed, "limits.num_pages": limits.num_pages})
         named = dict(adapters or {})
-        self._weights = make_weights(model, pipeline, self.transport, named, speculation)
+        self._weights = make_weights(model, split, named, speculation)
 
         def executor(limits: ResolvedLimits) -> Executor:
-            own = self._weights, limits, pipeline, graph, self.transport
-            return make_executor(*own, num_logprobs=num_logprobs, backend=backend)
+            return make_executor(self._weights, limits, split, graph, num_logprobs=num_logprobs, backend=backend)
 
-        self.limits = limits.resolve(model, pipeline, self.transport, speculation, executor)
+        self.limits = limits.resolve(model, split, speculation, executor)
         own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
         slots = {name: slot for slot, name in enumerate(named)}
         self._builder = RequestBuilder(model, num_logprobs, own_seed, slots, prefix_caching)

@@ -159,7 +159,7 @@ class PipelineExecutor:
         self.state = state
         self.graphs = tuple(graph for graph, _ in graphs)
         self._inputs = tuple(x for _, x in graphs)
-        self._batches = BatchCache(device, 0 in pipelined.transport.ranks(len(pipelined.stages)))
+        self._batches = BatchCache(device, pipelined.runs_first)
         self._session: Session | None = None
         self._first_job = 0
         self._running: deque[Work] = deque()

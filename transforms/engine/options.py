@@ -14,14 +14,14 @@ from weft.stages.adapters import Adapter
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.functions import OWN
-from weft.stages.layout import StageLayout, split_model
+from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.state import Drafting, State
 from weft.transforms.engine.executor import Executor, estimate_all
 from weft.transforms.engine.requests import Budget, tokens_rule
+from weft.transforms.engine.split import Split
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.argument_checks import TRANSPORT
-from weft.transforms.pipelines.transports import Transport
 from weft.trees import tree_leaves
 
 _MEMORY_SHARE = 0.85
@@ -255,8 +255,7 @@ class EngineLimits:
     def resolve(
         self,
         model: Model,
-        num_stages: int,
-        transport: Transport,
+        split: Split,
         speculation: Speculation | None = None,
         executor: Callable[["ResolvedLimits"], Executor] | None = None,
     ) -> "ResolvedLimits":
@@ -272,7 +271,7 @@ class EngineLimits:
         model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
         length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
-        cohorts = self.num_cohorts or num_stages
+        cohorts, transport = self.num_cohorts or split.num_stages, split.transport
         least = -(-self.max_num_reqs // cohorts)
         usual = transport.share(max(least, _num_tokens(model.device)))  # on every rank, whatever it was given
         tokens = self.max_num_tokens or usual
@@ -282,8 +281,7 @@ class EngineLimits:
         small = ResolvedLimits(budget, 1, self.page_size, speculation)
         if self.num_pages is not None:
             return attrs.evolve(small, num_pages=transport.share(self.num_pages))
-        every = split_model(model.config, num_stages)
-        here = [every[rank] for rank in transport.ranks(num_stages)]
+        here = split.layouts(model)
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
         page = _page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
         beside = model.functions.beside
@@ -321,7 +319,7 @@ def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
 
 
 def _page_bytes(model: Model, num_layers: int, page_size: int) -> int:
-    config = model.config
+    config = model.own_config
     return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.cache_dtype.itemsize
 
 
@@ -389,6 +387,7 @@ def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -
     vocab = model.config.vocab_size
     own: dict[str, Rule] = {
         "pipeline": stage_rule(model),
+        "tensor": COUNT,
         "num_logprobs": (
             lambda value: is_int(value, -1, vocab),
             f"a number from 0 to {vocab}; -1 is {vocab}",

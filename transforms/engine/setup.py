@@ -23,6 +23,7 @@ from weft.stages.params import num_bytes
 from weft.state import State, admit, advance
 from weft.transforms.engine.executor import Executor, PipelineExecutor, StepExecutor
 from weft.transforms.engine.options import RULES, ResolvedLimits, empty_pages, stage_rule
+from weft.transforms.engine.split import Split
 from weft.transforms.engine.step import advance_work, engine_ladder, graph_step, model_ladder, with_edits
 from weft.transforms.engine.weights import Weights
 from weft.transforms.graphs.ladder import Limits
@@ -73,7 +74,7 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLi
     spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
     is_recomputed = functions.policy == "recompute"
     states = empty_states(
-        model.config,
+        model.own_config,
         layouts,
         max_num_reqs=limits.budget.max_num_reqs,
         num_pages=limits.num_pages + is_recomputed,
@@ -113,9 +114,8 @@ def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State
 def make_executor(
     weights: Weights,
     limits: ResolvedLimits,
-    num_stages: int,
+    split: Split,
     graph: str,
-    transport: Transport,
     *,
     num_logprobs: int = 0,
     keep_logits: bool = False,
@@ -132,21 +132,20 @@ def make_executor(
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
-    every = split_model(model.config, num_stages)
-    stages: list[Any] = [model.stage(layout, **extras) for layout in every]
+    stages: list[Any] = [model.stage(layout, **extras) for layout in split_model(model.config, split.num_stages)]
     params: tuple[Any, ...] = tuple(own for _, own in weights.stages)
     state = make_states(model, layouts, limits)
     if speculation is not None:
         stages = speculation.stages(stages)
         params = ((params[0], weights.drafts), *params[1:]) if layouts[0].first else params
     params = tree_map(_detached, params)
-    if num_stages == 1:
+    if split.num_stages == split.num_shards == 1:
         return StepExecutor(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     x = _example(model, drafts)
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
-    step = pipeline([with_edits(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
-    here = transport.ranks(num_stages)
-    graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
+    own: dict[str, Any] = {"transport": split.transport, "mesh": split.mesh}
+    step = pipeline([with_edits(s) for s in spanned], advance=advance_work, schema=Schema.of(x), **own)
+    graphs = [(spanned[stage], x if stage else None) for stage in split.here] if len(ladder) else []
     return PipelineExecutor(step, params, state, model.device, graphs)
 
 

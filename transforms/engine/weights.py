@@ -11,12 +11,12 @@ from weft.arguments.checks import Rule, check_values
 from weft.errors import RequestError
 from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
 from weft.stages.checkpoints.reading import digest_params, list_some, places, tensor_shapes
-from weft.stages.layout import StageLayout, split_layers, split_model
+from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.options import RULES, Speculation
-from weft.transforms.pipelines.transports import Transport
+from weft.transforms.engine.split import Split
 from weft.trees import leaves_with_names, tree_leaves
 
 _PARAMS: Rule = (
@@ -143,14 +143,12 @@ def _like(own: Tensor) -> Rule:
 
 def make_weights(
     model: Model,
-    num_stages: int,
-    transport: Transport,
+    split: Split,
     adapters: Mapping[str, Adapter],
     speculation: Speculation | None,
 ) -> Weights:
     """The parameters of the stages that run here, with the adapters in slots, in their order."""
-    every = split_model(model.config, num_stages)
-    layouts = [every[rank] for rank in transport.ranks(num_stages)]
+    layouts = split.layouts(model)
     params = stage_params(model, layouts, [*adapters.values()])
     drafts = None if speculation is None or not layouts[0].first else speculation.params
     stages = tuple(zip(layouts, params, strict=True))

@@ -147,6 +147,11 @@ class Pipelined:
         self.__name__ = f"pipeline of {len(self.stages)} stages"
         self.programs()
 
+    @property
+    def runs_first(self) -> bool:
+        """Whether the first stage runs in this process."""
+        return any(index == 0 for index, _ in self._here)
+
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """The checked program of each rank, for so many micro-batches (None: the pipeline's own number)."""
         microbatches = self.microbatches if microbatches is None else microbatches

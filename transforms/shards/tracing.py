@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from weft.effects import Collective, Effect, Program, Run
 from weft.errors import CaptureError
+from weft.meshes.collectives import with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.schema import Schema, TensorSchema
 from weft.torchapi.private import without_transforms
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
@@ -106,14 +106,9 @@ def _cut(graph: GraphModule) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[
         if effect is None:
             parts[-1].append(node)
         else:
-            collectives.append((node, attrs.evolve(effect, schema=_schema(node.args[0]))))
+            collectives.append((node, with_schema(effect, node.all_input_nodes[0].meta["val"])))
             parts.append([])
     return tuple(map(tuple, parts)), tuple(collectives)
-
-
-def _schema(node: Any) -> Schema:
-    value = node.meta["val"]
-    return Schema((TensorSchema("x", tuple(map(int, value.shape)), value.dtype),))
 
 
 def _last_uses(graph: GraphModule) -> dict[Node, list[Node]]:

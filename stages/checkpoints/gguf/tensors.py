@@ -71,7 +71,7 @@ class GgufTensors:
             self._check(part, name)
 
     def _check(self, part: Part, name: str) -> None:
-        stored, shape = self.file.tensors[name], part.shape
+        stored, shape = self.file.tensors[name], part.stored_shape
         if part.expert is not None and self.config.moe is not None:
             shape = self.config.moe.num_experts, *shape
         if not _unpacks(stored.kind):
@@ -82,18 +82,19 @@ class GgufTensors:
             raise CheckpointError(self.call, seen, "check that it is a whole file, of this architecture")
 
     def read(self, part: Part, dtype: torch.dtype) -> Tensor:
-        """A tensor on the CPU: a view of the mapped file if it is not packed, else a new one of `dtype`."""
+        """A tensor on the CPU, or a part's share of it: a view of the mapped file, or, if that is packed, a new one of
+        `dtype`."""
         stored = self.file.tensors[self._stored_name(part)]
         if part.expert is not None:
             size = stored.size // stored.shape[0]
             stored = StoredTensor(stored.shape[1:], stored.kind, stored.start + part.expert * size, size)
         found = self._tensor(stored, dtype)
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(part.name.split(".")[-2])
-        if heads is None or self.file.architecture != "llama":
-            return found
-        # llama.cpp's llama turns neighbours in a head together, so there the two halves of a head alternate.
-        halves: Tensor = found.unflatten(0, (heads, -1, 2))
-        return halves.transpose(1, 2).flatten(0, 2)
+        if heads is not None and self.file.architecture == "llama":
+            # llama.cpp's llama turns neighbours in a head together, so there the two halves of a head alternate.
+            halves: Tensor = found.unflatten(0, (heads, -1, 2))
+            found = halves.transpose(1, 2).flatten(0, 2)
+        return found[part.slices] if part.slices else found
 
     def _tensor(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         if kind := KINDS.get(stored.kind):

@@ -19,6 +19,7 @@ from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.prompts import EmbedsPrompt, read_content
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.scheduler import add, schedule
+from weft.transforms.engine.split import Split
 from weft.transforms.pipelines.transports.threads import Threads
 
 LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=24)
@@ -105,7 +106,7 @@ def test_embeddings_alone_and_their_copies(model: Model) -> None:
 
 
 def test_ranks_after_the_first_get_neither(model: Model) -> None:
-    budget = LIMITS.resolve(model, 2, Threads()).budget
+    budget = LIMITS.resolve(model, Split(Threads(), 2)).budget
     host = Engine(model, LIMITS, pipeline=2)._host
     given = read_content(image())
     asked = SamplingParams(temperature=0.0).for_request((), 0)

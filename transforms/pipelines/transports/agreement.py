@@ -60,6 +60,15 @@ class Expected:
     returns: bool
 
 
+@attrs.frozen
+class Meeting:
+    """A collective, its number among those that a rank took part in, and the state of the rank's journal there."""
+
+    state: JournalState
+    effect: str
+    number: int
+
+
 class Agreement:
     """One rank's journal, and what the other ranks already know of it."""
 
@@ -104,48 +113,46 @@ class Agreement:
             microbatch: the message's.
             returns: whether the message is an output that returns to all ranks.
         """
-        state, known = self._states[microbatch], self._known_counts.get(peer, 0)
-        header = {"mb": microbatch, "returns": returns, "count": state.count, "chain": state.chain}
+        state = self._states[microbatch]
+        header: dict[str, Any] = {"mb": microbatch, "returns": returns, "count": state.count, "chain": state.chain}
         header["programs"] = state.digest
-        if known < state.count:
-            kept = self._count - len(self._entries)
-            first = max(known, kept)
-            header["new"] = [first, [self._entries[i - kept] for i in range(first, state.count)]]
-            self._known_counts[peer] = state.count
+        header |= self._new_entries(peer, state)
         texts = self._known_texts.setdefault(peer, deque(maxlen=_MAX_PROGRAMS // 2))
         if state.digest not in texts:
             header["text"] = self._programs[state.digest].text
             texts.append(state.digest)
         return header
 
-    def collective_header(self, effect: str, number: int) -> dict[str, Any]:
-        """The header of a rank's tensor for a collective, which is the same on all ranks that take part.
+    def _new_entries(self, peer: int, state: JournalState) -> dict[str, Any]:
+        """The part of a header that tells a rank the entries that it does not know."""
+        known, kept = self._known_counts.get(peer, 0), self._count - len(self._entries)
+        if known >= state.count:
+            return {}
+        first = max(known, kept)
+        self._known_counts[peer] = state.count
+        return {"new": [first, [self._entries[i - kept] for i in range(first, state.count)]]}
 
-        Args:
-            effect: the collective, with its tensor's schema.
-            number: of the collective, of all that this rank took part in.
-        """
-        return {"collective": effect, "number": number, "count": self._count, "chain": self._chain}
+    def meet(self, effect: str, number: int) -> Meeting:
+        """A collective in which this rank takes part, and the state of its journal there."""
+        return Meeting(JournalState(0, self._count, self._chain, ""), effect, number)
 
-    def compare_collective(self, peer: int, expected: "Expected | dict[str, Any]", header: dict[str, Any]) -> None:
-        """Raise ProgramError unless a rank came to the same collective, after the same calls."""
-        if header == expected:
-            return
-        own = expected if isinstance(expected, dict) else {"collective": "a message of a stage"}
-        here, there = own["collective"], header.get("collective", "a message of a stage")
-        seen, instead = f"rank {peer} is at '{there}'", "the same collectives in the same order on all ranks of a group"
-        if here == there:
-            seen, instead = f"rank {peer} was asked for something else before", _SAME_CALLS
-        raise ProgramError(f"rank {self.rank}: '{here}'", seen, instead)
+    def meeting_header(self, peer: int, met: Meeting) -> dict[str, Any]:
+        """The header of this rank's tensor for a collective."""
+        header = {"collective": met.effect, "number": met.number, "count": met.state.count, "chain": met.state.chain}
+        return header | self._new_entries(peer, met.state)
 
     def expect(self, microbatch: int, returns: bool) -> Expected:
         """The header that a message which this rank is about to receive must have."""
         return Expected(self._states[microbatch], microbatch, returns)
 
-    def compare(self, peer: int, expected: Expected, header: dict[str, Any]) -> None:
-        """Raise ProgramError unless the sender of a message was in the same state when its batch was submitted."""
-        state, microbatch = expected.state, expected.microbatch
-        call, instead = f"step {state.step} of rank {self.rank}", SAME
+    def compare(self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]) -> None:
+        """Raise ProgramError unless the sender of a message was in the same state when its batch was submitted, or came
+        to the same collective."""
+        state = expected.state
+        if isinstance(expected, Meeting) or "collective" in header:
+            self._compare_meeting(peer, expected, header)
+            return
+        call, instead, microbatch = f"step {state.step} of rank {self.rank}", SAME, expected.microbatch
         if (header["count"], header["chain"]) != (state.count, state.chain):
             seen, instead = self._entries_seen(state, peer, header), _SAME_CALLS
         elif header["programs"] != state.digest:
@@ -156,6 +163,18 @@ class Agreement:
         else:
             return
         raise ProgramError(call, seen, instead)
+
+    def _compare_meeting(self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]) -> None:
+        state, here = expected.state, getattr(expected, "effect", "a message of a stage")
+        there, instead = header.get("collective", "a message of a stage"), _SAME_CALLS
+        if (header["count"], header["chain"]) != (state.count, state.chain):
+            seen = self._entries_seen(state, peer, header)
+        elif (here, getattr(expected, "number", None)) != (there, header.get("number")):
+            seen = f"rank {peer} is at '{there}'" + ", a later or an earlier one" * (here == there)
+            instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+        else:
+            return
+        raise ProgramError(f"rank {self.rank}: '{here}'", seen, instead)
 
     def _entries_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
         """The first entry that differs, here and there."""

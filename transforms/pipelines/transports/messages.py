@@ -17,12 +17,12 @@ from torch import Tensor
 
 from weft.effects import Broadcast, Collective, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import combine, with_schema
 from weft.ops.transfers import collective, transfer
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
 from weft.transforms.pipelines.transports import json_values
-from weft.transforms.pipelines.transports.agreement import Agreement, Expected, header_bytes
+from weft.transforms.pipelines.transports.agreement import Agreement, Expected, Meeting, header_bytes
 from weft.transforms.pipelines.transports.monitor import Monitor
 from weft.transforms.pipelines.transports.wire import Wire
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
@@ -156,7 +156,7 @@ class ProcessLink:
         self._layouts_sent: dict[int, dict[str, None]] = {}  # by peer: those that it knows
         self._layouts_received: dict[int, dict[str, MessageLayout]] = {}
         # By peer: the headers still to be read, each with the key of its layout, and what it must say.
-        self._awaited: dict[int, deque[tuple[int, str, Expected | dict[str, Any]]]] = {}
+        self._awaited: dict[int, deque[tuple[int, str, Expected | Meeting]]] = {}
         self._count = 0
         self._meetings = 0
         self._first = 0
@@ -210,25 +210,25 @@ class ProcessLink:
         """This rank's result of a collective: every rank sends its tensor to all others, and combines what it has, in
         the order of the ranks, so that all get the same bits."""
         own = self.monitor.rank
-        effect = attrs.evolve(effect, schema=Schema.of({"x": x}))
+        effect = with_schema(effect, x)
         self._refuse_odd(effect, x)
         self._meetings += 1
         given = dense(x)
         with self.monitor.at_collective(effect, self._meetings):
             tag = _tag(str(effect), self._meetings)
-            header = self.agreement.collective_header(str(effect), self._meetings)
+            met = self.agreement.meet(str(effect), self._meetings)
             for peer in effect.ranks:
                 if peer != own:
-                    self.send_bytes(peer, header_bytes(header))
+                    self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
                     if given.numel():
                         transfer.send([given.reshape(-1)], self._number, peer, tag)
-            every = [x if rank == own else self._take_part(rank, header, tag, x) for rank in effect.ranks]
+            every = [x if rank == own else self._take_part(rank, met, tag, x) for rank in effect.ranks]
         return combine(effect, every)[effect.ranks.index(own)].contiguous()
 
-    def _take_part(self, source: int, header: dict[str, Any], tag: int, like: Tensor) -> Tensor:
+    def _take_part(self, source: int, met: Meeting, tag: int, like: Tensor) -> Tensor:
         """The tensor that a rank brings to a collective."""
         self._count += 1
-        self._awaited.setdefault(source, deque()).append((self._count, "", header))
+        self._awaited.setdefault(source, deque()).append((self._count, "", met))
         if isinstance(self.end, DeviceEnd):
             self.compare_arrived()
         else:
@@ -274,10 +274,7 @@ class ProcessLink:
     def _compare_head(self, source: int, payload: bytes) -> None:
         _, key, expected = self._awaited[source].popleft()
         header = json.loads(payload)
-        if isinstance(expected, Expected) and "collective" not in header:
-            self.agreement.compare(source, expected, header)
-        else:
-            self.agreement.compare_collective(source, expected, header)
+        self.agreement.compare(source, expected, header)
         if "layout" in header:
             _keep(self._layouts_received[source], key, MessageLayout.loads(header["layout"]))
 

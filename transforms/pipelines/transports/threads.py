@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
-from weft.effects import Broadcast, Collective, Fence, Recv, Schema, Send
+from weft.effects import Broadcast, Collective, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import combine, with_schema
 from weft.ops.transfers import collective
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms
@@ -184,8 +184,7 @@ class ThreadLink:
         if in_dispatch_mode():
             seen = "a capture in a thread, which captures of the other ranks would wait for"
             raise CaptureError(f"rank {self.rank}: '{effect}'", seen, "Distributed(): a process for each rank")
-        described = attrs.evolve(effect, schema=Schema.of({"x": x}))
-        every = self.shared.meet(self.rank, described, self._message(x.clone()))
+        every = self.shared.meet(self.rank, with_schema(effect, x), self._message(x.clone()))
         return combine(effect, [self._own(message) for message in every])[effect.ranks.index(self.rank)].contiguous()
 
     def _message(self, value: Any) -> tuple[Any, torch.cuda.Event | None]:

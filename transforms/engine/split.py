@@ -1,0 +1,68 @@
+"""`Split`: the ranks that an engine's model is spread over, stages by shares of each, and those that run here."""
+
+from typing import Any
+
+import attrs
+
+from weft.errors import ProgramError
+from weft.meshes.mesh import Mesh
+from weft.stages.layout import StageLayout, split_model
+from weft.stages.model import Model
+from weft.stages.shares import AXIS
+from weft.transforms.pipelines.lanes import PIPELINE, lane_rank
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.distributed import Distributed
+
+
+@attrs.frozen(eq=False)
+class Split:
+    """The ranks of an engine.
+
+    Args:
+        transport: where they run.
+        num_stages: pipeline stages.
+        num_shards: the ranks that share each stage.
+    """
+
+    transport: Transport
+    num_stages: int
+    num_shards: int = 1
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The ranks, where several share a stage: those of a stage are neighbours."""
+        return None if self.num_shards == 1 else Mesh(**{PIPELINE: self.num_stages, AXIS: self.num_shards})
+
+    @property
+    def here(self) -> list[int]:
+        """The stages that run in this process, in order."""
+        return [lane_rank(self.mesh, rank) for rank in self.transport.ranks(self.num_stages * self.num_shards)]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other processes run stages, too."""
+        return len(self.here) < self.num_stages * self.num_shards
+
+    def layouts(self, model: Model) -> list[StageLayout]:
+        """The layers of the stages that run here."""
+        every = split_model(model.config, self.num_stages)
+        return [every[stage] for stage in self.here]
+
+    def check(self, call: str, model: Model) -> None:
+        """Raise ProgramError unless the model is this rank's share, in a process of its own."""
+        index, num_shards = model.shard
+        seen: Any = None
+        if num_shards != self.num_shards:
+            seen = f"a model that is share {index} of {num_shards}, for {self.num_shards} ranks that share each stage"
+        elif self.num_shards > 1 and not isinstance(self.transport, Distributed):
+            seen = f"transport={self.transport!r}, where {self.num_shards} ranks share each stage"
+        elif self.mesh is not None and isinstance(self.transport, Distributed):
+            own = self.mesh.coordinates(self.transport.rank)[AXIS]
+            seen = f"share {index} of the model on rank {self.transport.rank}, which has share {own}" * (own != index)
+        if seen:
+            instead = (
+                f"Distributed(), and weft.load(path, shard=(index, {self.num_shards})), in a process for each rank"
+            )
+            if self.num_shards == 1:
+                instead = f"weft.Engine(model, tensor={num_shards}, ...)"
+            raise ProgramError(call, seen, instead)
