@@ -18,7 +18,7 @@ from weft.display.tables import Table
 from weft.stages.model import Model
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.printing import check_file, heading, show, write_file
-from weft.transforms.cli.ranks import Here, in_ranks, make_engine, open_model, read_config, world_size
+from weft.transforms.cli.ranks import Here, in_ranks, make_engine, num_stages, open_model, read_config
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.evaluation.serving import RankFigures, Workload, measure, start
@@ -183,7 +183,7 @@ def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
     for split in splits:
         read_config(split)
     scores = [one for split in splits for one in in_ranks(score_modes, split, split, tasks)]
-    labels = [{"graph": graph, "stages": s.num_stages or world_size(s)} for s in splits for graph in options.graphs]
+    labels = [{"graph": graph, "stages": num_stages(s)} for s in splits for graph in options.graphs]
     first = scores[0]
     compared = [{"difference": one.difference(first), "agrees": one.agrees(first)} for one in scores]
     report = {

@@ -162,6 +162,7 @@ def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
 
 
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
+_SHARES = "ranks that share each layer, one process each (default 1); in all --pp times --tp"
 _FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
 
@@ -173,6 +174,7 @@ class ModelOptions(Options):
     model: str | None = _model(_FOLDER, DIR)
     preset: str | None = _model("the dimensions of a known model", PRESETS)
     pp: int | tuple[int, ...] | None = _how(_STAGES, whole("N"))
+    tp: int = _how(_SHARES, whole("N"), 1)
     json: bool = _general("print one JSON object", SWITCH, False)
     draft: str | None = None
 

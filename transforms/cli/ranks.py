@@ -13,13 +13,14 @@ import torch
 
 from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
-from weft.errors import ConfigWarning, ProgramError, WeftError
+from weft.errors import ConfigError, ConfigWarning, ProgramError, WeftError
 from weft.stages.checkpoints.formats import load_config, open_checkpoint
 from weft.stages.choices import pick_attention, pick_device
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
 from weft.stages.random_weights import PRESETS, random_model
+from weft.stages.shares import share_config
 from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions, Serve
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
@@ -42,17 +43,29 @@ class Here:
         num_stages: stages of the whole pipeline.
         device: holds its tensors; None: `load` chooses.
         stage: the stage to load, and the number of stages; None: the whole model.
+        shard: the share of each layer to load, and the number of ranks that share it.
     """
 
     transport: Transport
     num_stages: int
     device: torch.device | str | None
     stage: tuple[int, int] | None = None
+    shard: tuple[int, int] = (0, 1)
 
     @property
     def first(self) -> bool:
         """Whether this process prints."""
+        return self.has_first_stage and self.shard[0] == 0
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this process runs the first stage, or a share of it."""
         return self.stage is None or self.stage[0] == 0
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes of the run."""
+        return 1 if self.stage is None else self.num_stages * self.shard[1]
 
     @property
     def progress(self) -> bool:
@@ -73,27 +86,36 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
         SystemExit: with 0, on a rank of torchrun that is not the first.
         Whatever `fn` raises.
     """
-    world, transport = world_size(options), options.transport
-    stages, flag, within = options.num_stages or world, f"--transport {transport}", transport in ("local", "threads")
-    if world > 1 and stages != world:
-        seen = f"--pp {stages} under torchrun with {world} processes"
-        options.refuse(f"--pp {stages}", seen, f"--pp {world}, or leave it out")
+    world, transport, shares = world_size(options), options.transport, options.tp
+    stages, flag, within = num_stages(options), f"--transport {transport}", transport in ("local", "threads")
+    ranks, written = stages * shares, f"--pp {stages}" + f" --tp {shares}" * (shares > 1)
+    if world > 1 and ranks != world:
+        seen = f"{written} under torchrun with {world} processes"
+        options.refuse(written, seen, f"--pp {world // shares}, or leave it out" if world % shares == 0 else "--tp 1")
     if world > 1 and within:
         seen = f"{world} processes of torchrun, and a transport within one process"
         options.refuse(flag, seen, "no torchrun, or no --transport")
-    if stages == 1 and transport is not None and not within:
+    if shares > 1 and within:
+        seen = f"{shares} ranks that share each layer, and a transport within one process"
+        options.refuse(flag, seen, "no --transport, or --tp 1")
+    if ranks == 1 and transport is not None and not within:
         seen = f"one stage, which sends nothing by {transport}"
         options.refuse(flag, seen, "--pp 2 or more, or no --transport")
-    if stages == 1 or within:
+    if ranks == 1 or within:
         here = Here(Threads(timeout=options.timeout) if transport == "threads" else Local(), stages, options.device)
         return fn(here, *args)
-    _check_device(options, stages if world == 1 else 1)
+    _check_device(options, ranks if world == 1 else 1)
     if world > 1:
         result = _as_rank(fn, options, *args)
         if os.environ["RANK"] != "0":
             sys.exit()
         return result
-    return cast(T, launch(_as_rank, stages, fn, options, *args, timeout=options.timeout)[0])
+    return cast(T, launch(_as_rank, ranks, fn, options, *args, timeout=options.timeout)[0])
+
+
+def num_stages(options: ModelOptions) -> int:
+    """The pipeline stages: `--pp`, or as many as torchrun's processes are for, or 1."""
+    return options.num_stages or max(world_size(options) // options.tp, 1)
 
 
 def world_size(options: Options) -> int:
@@ -111,8 +133,9 @@ def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     warnings.simplefilter("ignore", ConfigWarning)  # the command has read the configuration before, and warned
     transport = Distributed(device=device, backend=backend, timeout=options.timeout)
     try:
-        stage = (transport.rank, transport.num_ranks)
-        return fn(Here(transport, transport.num_ranks, transport.device, stage), *args)
+        stages = transport.num_ranks // options.tp
+        stage, shard = (transport.rank // options.tp, stages), (transport.rank % options.tp, options.tp)
+        return fn(Here(transport, stages, transport.device, stage, shard), *args)
     finally:
         transport.close()
 
@@ -126,8 +149,10 @@ def _check_device(options: RunOptions, num_ranks: int) -> None:
         seen = f"stages on {'GPUs' if on_gpus else 'the CPU'}, which {transport} does not connect"
         options.refuse(f"--transport {transport}", seen, f"--transport {' or '.join(suiting)}, or another --device")
     if on_gpus and count < num_ranks:
-        instead = "--transport local (all stages on one GPU), --device cpu, or a smaller --pp"
-        options.refuse(f"--pp {num_ranks}", f"{counted(count, 'GPU')} for {num_ranks} stages", instead)
+        flag, what = ("--pp", "stages") if options.tp == 1 else (f"--tp {options.tp} --pp", "ranks")
+        instead = f"--transport local (all stages on one GPU), --device cpu, or a smaller {flag.split()[0]}"
+        written = f"{flag} {num_ranks // options.tp}"
+        options.refuse(written, f"{counted(count, 'GPU')} for {num_ranks} {what}", instead)
     if on_gpus and device.index is not None:
         seen = "one GPU for several processes, each of which needs its own"
         instead = "--device cuda, or --transport local: all stages in one process, on that GPU"
@@ -152,10 +177,12 @@ def read_config(options: ModelOptions) -> ModelConfig:
         config = parse_config(PRESETS[str(options.preset)], source=f"preset {options.preset!r}")
     else:
         config = _read_config(options.model, f"--model {options.model}")
-    count = options.num_stages or world_size(options)
+    count = num_stages(options)
     written = f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
     with options.about(written, ProgramError):
         split_layers(config.num_layers, count)
+    with options.about(f"--tp {options.tp}", ConfigError):
+        share_config(config, options.tp)
     return config
 
 
@@ -164,6 +191,7 @@ def open_model(options: RunOptions, here: Here) -> Model:
     if options.dummy and isinstance(options, Bench | Serve):
         config, name = read_config(options), options.model or str(options.preset)
         kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name, "kv_dtype": options.kv_dtype}
+        kind["shard"] = here.shard
         model = random_model(config, seed=options.seed or 0, device=here.device, **kind)
         if options.model is not None:
             call = f"--model {options.model}"
@@ -171,7 +199,7 @@ def open_model(options: RunOptions, here: Here) -> Model:
             template = checkpoint.read_chat_template(call)
             model = attrs.evolve(model, tokenizer=checkpoint.read_tokenizer(call, False), chat_template=template)
         return _with_stages(options, model)
-    kind = {"stage": here.stage, "progress": here.progress, "kv_dtype": options.kv_dtype}
+    kind = {"stage": here.stage, "shard": here.shard, "progress": here.progress, "kv_dtype": options.kv_dtype}
     model = load(str(options.model), here.device, options.dtype, **kind)
     return _with_stages(options, model)
 
@@ -209,7 +237,9 @@ def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
     count, folder = options.speculate, options.draft
     if count is None or folder is None:
         return None if count is None else Speculation(count)
-    return Speculation(count, model=load(folder, here.device, options.dtype) if here.first else load_config(folder))
+    return Speculation(
+        count, model=load(folder, here.device, options.dtype) if here.has_first_stage else load_config(folder)
+    )
 
 
 def make_engine(

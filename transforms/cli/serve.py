@@ -81,7 +81,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         gc.collect()
         gc.freeze()  # a collection that walks torch and the model takes 0.1 s, in the middle of a step
         if http is None:
-            follow(engine, mask_maker(engine.model, here.num_stages))
+            follow(engine, mask_maker(engine.model, here.num_ranks))
             return 0
         settings = Settings(
             model=engine.model,
@@ -101,7 +101,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
             ),
             address=options.host,
         )
-        return http.run(engine, settings, num_ranks=1 if here.stage is None else here.num_stages)
+        return http.run(engine, settings, num_ranks=here.num_ranks)
     finally:
         if http is not None:
             http.close()

@@ -45,7 +45,7 @@ class Engine:
         pipeline: the number of stages that the layers are split into.
         tensor: the number of ranks that share each layer, of heads, of inner columns and of the vocabulary; each has
             its share of the model (`weft.load(..., shard=...)`) and a process. Of `pipeline * tensor` ranks, those that
-            share a stage are neighbours.
+            share a stage are neighbours. None: as many as the model has shares.
         graph: one of `weft.transforms.MODES`.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
         run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
@@ -73,7 +73,7 @@ class Engine:
         limits: EngineLimits | None = None,
         *,
         pipeline: int = 1,
-        tensor: int = 1,
+        tensor: int | None = None,
         graph: str = "full_and_piecewise",
         transport: Transport | None = None,
         run_ahead: int = 1,
@@ -90,7 +90,7 @@ class Engine:
         check_engine(call, model, transport, pipeline=pipeline, tensor=tensor, run_ahead=run_ahead, **options, **own)
         self.model, self.transport, self.run_ahead = model, transport or Local(), run_ahead
         self.num_logprobs = num_logprobs = model.config.vocab_size if num_logprobs == -1 else num_logprobs
-        split = Split(self.transport, pipeline, tensor)
+        split = Split(self.transport, pipeline, tensor or model.shard[1])
         split.check(call, model)
         if speculation is not None:
             speculation.check(call, model, 0 in split.here)

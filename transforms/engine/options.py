@@ -387,7 +387,7 @@ def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -
     vocab = model.config.vocab_size
     own: dict[str, Rule] = {
         "pipeline": stage_rule(model),
-        "tensor": COUNT,
+        "tensor": COUNT_OR_NONE,
         "num_logprobs": (
             lambda value: is_int(value, -1, vocab),
             f"a number from 0 to {vocab}; -1 is {vocab}",
