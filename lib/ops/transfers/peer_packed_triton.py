@@ -89,10 +89,10 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
         counts: [PROGRAMS] int64, the sender's own: messages so far.
         abort: [1] int32: not 0 ends every wait.
     """
-    programs, share = _shares(source)
+    programs, share = shares_of(source)
     _send_kernel[(programs,)](
         source, slots, acks, counts, abort, source.numel(), share,
-        SLOTS=slots.shape[0], REGION=REGION, BLOCK=_block(share), MOST=MOST, num_warps=_WARPS,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=block_of(share), MOST=MOST, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -101,19 +101,19 @@ def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 
     The arguments are those of `send` seen from the other side: slots are the receiver's own memory, acks the sender's.
     """
-    programs, share = _shares(target)
+    programs, share = shares_of(target)
     _recv_kernel[(programs,)](
         target, slots, acks, counts, abort, target.numel(), share,
-        SLOTS=slots.shape[0], REGION=REGION, BLOCK=_block(share), MOST=MOST, num_warps=_WARPS,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=block_of(share), MOST=MOST, num_warps=_WARPS,
     )  # fmt: skip
 
 
-def _block(share: int) -> int:
+def block_of(share: int) -> int:
     """The words that a program takes at once: one of three sizes, so that there are few kernels to compile."""
     return next(block for block in _BLOCKS if share <= block)
 
 
-def _shares(message: Tensor) -> tuple[int, int]:
+def shares_of(message: Tensor) -> tuple[int, int]:
     """The programs of a launch and the words of each share: the same on both ends."""
     words = message.numel()
     assert words <= MOST, "a longer message goes by peer_triton"
