@@ -131,16 +131,24 @@ def with_schema(effect: Collective, x: Tensor) -> Collective:
     return attrs.evolve(effect, schema=Schema((TensorSchema("x", tuple(map(int, x.shape)), x.dtype),)))
 
 
+def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
+    """The sum (maximum, minimum) of tensors, first to last. A sum of 16-bit values is made in float32, and rounded
+    once."""
+    if reduce_op != "sum" or inputs[0].dtype not in (torch.float16, torch.bfloat16):
+        return functools.reduce(REDUCTIONS[reduce_op], inputs)
+    return functools.reduce(REDUCTIONS[reduce_op], [x.float() for x in inputs]).to(inputs[0].dtype)
+
+
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The result of a collective on each rank, by definition, from the tensors of all ranks in order. Results may share
     memory with one another."""
     match effect:
         case AllReduce(reduce_op=reduce_op):
-            return [functools.reduce(REDUCTIONS[reduce_op], inputs)] * len(inputs)
+            return [reduced(inputs, reduce_op)] * len(inputs)
         case AllGather(dim=dim):
             return [torch.cat(list(inputs), dim)] * len(inputs)
         case ReduceScatter(reduce_op=reduce_op, dim=dim):
-            return list(functools.reduce(REDUCTIONS[reduce_op], inputs).chunk(len(inputs), dim))
+            return list(reduced(inputs, reduce_op).chunk(len(inputs), dim))
         case AllToAll(split_dim=split_dim, concat_dim=concat_dim):
             parts = [x.chunk(len(inputs), split_dim) for x in inputs]
             return [torch.cat(received, concat_dim) for received in zip(*parts, strict=True)]

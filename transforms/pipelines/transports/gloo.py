@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.effects import Collective
 from weft.errors import ProgramError, RankError
+from weft.meshes.collectives import combine
 from weft.torchapi.distributed import gloo_group
 from weft.transforms.pipelines.transports.messages import as_bytes
 from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
@@ -30,6 +32,17 @@ class GlooEnd:
     def connect(self, timeout: float, /) -> None:
         monitor = self.monitor
         self._group = gloo_group("gloo", monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._address)
+
+    def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
+        """Send the tensor to all others, and combine theirs in the order of the ranks."""
+        own, flat = self.monitor.rank, x.reshape(-1)
+        others = [rank for rank in effect.ranks if rank != own] if x.numel() else []
+        for peer in others:
+            self.send([flat], peer, tag)
+        every = [x if rank == own else torch.empty_like(x) for rank in effect.ranks]
+        for peer in others:
+            self.recv([every[effect.ranks.index(peer)]], peer, tag)
+        return combine(effect, every)[effect.ranks.index(own)].clone(memory_format=torch.contiguous_format)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= self._capacity(peer):

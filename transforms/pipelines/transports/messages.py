@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.effects import Broadcast, Collective, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import combine, with_schema
+from weft.meshes.collectives import with_schema
 from weft.ops.transfers import collective, transfer
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
@@ -107,6 +107,10 @@ class ProcessEnd(transfer.End, Protocol):
 
     def connect(self, timeout: float, /) -> None:
         """Connect to the other ranks, which all call this."""
+
+    def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
+        """This rank's result of a collective, from its dense tensor, in new memory. All ranks of the collective call
+        it, with the same tag."""
 
     def drain(self) -> None:
         """Return when later work of this rank may overwrite all that was sent."""
@@ -207,36 +211,23 @@ class ProcessLink:
         return collective.register(self)
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
-        """This rank's result of a collective: every rank sends its tensor to all others, and combines what it has, in
-        the order of the ranks, so that all get the same bits."""
-        own = self.monitor.rank
+        """This rank's result of a collective. Each rank tells all others where it is, and the end moves the tensors. On
+        the CPU that begins after the ranks were compared."""
         effect = with_schema(effect, x)
         self._refuse_odd(effect, x)
         self._meetings += 1
-        given = dense(x)
+        met, others = self.agreement.meet(str(effect), self._meetings), set(effect.ranks) - {self.monitor.rank}
         with self.monitor.at_collective(effect, self._meetings):
-            tag = _tag(str(effect), self._meetings)
-            met = self.agreement.meet(str(effect), self._meetings)
-            for peer in effect.ranks:
-                if peer != own:
-                    self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
-                    if given.numel():
-                        transfer.send([given.reshape(-1)], self._number, peer, tag)
-            every = [x if rank == own else self._take_part(rank, met, tag, x) for rank in effect.ranks]
-        return combine(effect, every)[effect.ranks.index(own)].contiguous()
-
-    def _take_part(self, source: int, met: Meeting, tag: int, like: Tensor) -> Tensor:
-        """The tensor that a rank brings to a collective."""
-        self._count += 1
-        self._awaited.setdefault(source, deque()).append((self._count, "", met))
-        if isinstance(self.end, DeviceEnd):
-            self.compare_arrived()
-        else:
-            self._compare(source, self._count)
-        found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        if found.numel():
-            transfer.recv([found], self._number, source, tag)
-        return found
+            for peer in sorted(others):
+                self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
+            for peer in sorted(others):
+                self._count += 1
+                self._awaited.setdefault(peer, deque()).append((self._count, "", met))
+                if not isinstance(self.end, DeviceEnd):
+                    self._compare(peer, self._count)
+            if isinstance(self.end, DeviceEnd):
+                self.compare_arrived()
+            return self.end.perform(effect, dense(x), _tag(str(effect), self._meetings))
 
     def compare_arrived(self) -> None:
         """Compare the headers that have arrived. Raises as `recv_bytes` does, and ProgramError for one that differs."""

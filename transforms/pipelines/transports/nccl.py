@@ -12,11 +12,15 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.effects import Collective
+from weft.meshes.collectives import combine
 from weft.torchapi.distributed import nccl_group
 from weft.transforms.graphs.graphified import clear_caches
 from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.monitor import Monitor
 
+_MEETING = 30.0
+"""The least number of seconds that ranks have to make a communicator."""
 _CLOSING = 2.0
 """Seconds to wait for a communicator to end."""
 
@@ -67,6 +71,24 @@ class NcclEnd:
     def _group(self, peer: int, sending: bool = True) -> Any:
         up = (peer > self.monitor.rank) == sending
         return self._groups["up" if up else "down"]
+
+    def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
+        """Gather the tensors of all ranks, and combine them in the order of the ranks, so that all get the same
+        bits."""
+        group = self._members(effect.ranks)
+        every = torch.empty(len(effect.ranks), *x.shape, dtype=x.dtype, device=x.device)
+        if x.numel():
+            group._allgather_base(every, x.contiguous()).wait()
+        return combine(effect, list(every))[effect.ranks.index(self.monitor.rank)].contiguous()
+
+    def _members(self, ranks: tuple[int, ...]) -> Any:
+        """The communicator of the ranks of a collective, made when they first meet."""
+        name = f"ranks {','.join(map(str, ranks))}"
+        if name not in self._groups:
+            own = ranks.index(self.monitor.rank), len(ranks)
+            store, timeout = self.monitor.records.store, max(self.monitor.timeout, _MEETING)
+            self._groups[name] = nccl_group(name, store, *own, timeout, self._interface)
+        return self._groups[name]
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
