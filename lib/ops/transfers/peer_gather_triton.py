@@ -43,7 +43,7 @@ def _gather_kernel(
             tl.store(tl.load(outs + peer).to(tl.pointer_type(tl.int64)) + slot, packed, mask=inside)
     low = tl.zeros([BLOCK], dtype=tl.float32)
     high = tl.zeros([BLOCK], dtype=tl.float32)
-    missing = 0
+    there = inside
     for peer in tl.static_range(RANKS):
         theirs = word
         if peer != OWN:
@@ -54,10 +54,10 @@ def _gather_kernel(
                 packed = tl.load(inbox + slot, mask=inside, other=0, volatile=True)
                 late = tl.sum((inside & ((packed >> 32) != flag)).to(tl.int32), 0)
                 waiting = (late > 0) and (tl.load(abort, volatile=True) == 0)
-            missing += late
+            there = there & ((packed >> 32) == flag)
             theirs = packed.to(tl.int32)
         if not SUM:
-            tl.store(target + peer * words + program * share + offsets, theirs, mask=inside & (missing == 0))
+            tl.store(target + peer * words + program * share + offsets, theirs, mask=there)
         elif PAIR is None:
             value = theirs.to(tl.float32, bitcast=True)
             low = value if peer == 0 else low + value
@@ -73,8 +73,8 @@ def _gather_kernel(
             first = low.to(PAIR).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             second = high.to(PAIR).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             total = first | (second << 16)
-        tl.store(target + program * share + offsets, total, mask=inside & (missing == 0))
-    if missing == 0:
+        tl.store(target + program * share + offsets, total, mask=there)
+    if tl.sum((inside & (~there)).to(tl.int32), 0) == 0:
         tl.debug_barrier()
         tl.store(counts + program, number)
 
