@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--scale", type=int, default=1, metavar="N", help="divide the lengths of the workloads by it")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer (1)")
     parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
     parser.add_argument("--batch-invariant", action="store_true", help="also with the same bits in any batch")
     parser.add_argument("--out", type=Path, help="a folder for the record")
@@ -184,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--modes none leaves nothing for --check to compare: name another mode")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
-    options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
+    options = Bench(preset=given.preset, pp=given.pp, tp=given.tp, transport=given.transport)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
     often = given.repeats, given.check, given.batch_invariant
     plan = Plan(given.modes, given.workloads, given.requests, lengths, *often)
@@ -195,14 +196,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokens = f"{row['same']:,} of {row['tokens']:,} tokens before they differ"
         print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
     if given.out is not None:
-        source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport}
+        source = {"preset": given.preset, "stages": given.pp or 1, "shares": given.tp, "transport": given.transport}
         record = {
             **source,
             "plan": attrs.asdict(plan),
             "rows": rows,
             "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
         }
-        name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}"
+        name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}-tp{given.tp}{given.transport or ''}"
         (given.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(any(row["equal"] != row["prompts"] for row in compared_rows))
 
