@@ -143,6 +143,10 @@ class Sabotaged:
     folder: Path
     steps: int = 0
 
+    @property
+    def member(self) -> int | None:
+        return self.transport.member
+
     def ranks(self, num_ranks: int) -> Sequence[int]:
         return self.transport.ranks(num_ranks)
 

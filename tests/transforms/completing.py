@@ -133,6 +133,9 @@ class Keeping:
     def examples(self) -> Any:
         return self.inner.examples()
 
+    def placed(self) -> Any:
+        return self.inner.placed()
+
     @property
     def num_running(self) -> int:
         return self.inner.num_running

@@ -389,7 +389,7 @@ class Engine:
         For even latency, call `gc.collect()` and `gc.freeze()` afterwards: a full collection looks through all objects
         of torch and of the model, which takes 0.1 s, in the middle of a step.
         """
-        capture_all(self._executor.examples())
+        capture_all(self._executor)
         return self.stats()
 
     @property

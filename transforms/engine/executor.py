@@ -3,6 +3,7 @@
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import attrs
@@ -51,6 +52,9 @@ class Executor(Protocol):
     def examples(self) -> list["Example"]:
         """Each graphified function, and arguments to capture it with, without a trace in the states."""
 
+    def placed(self) -> AbstractContextManager[None]:
+        """The context in which they run."""
+
 
 @attrs.frozen
 class BatchCache:
@@ -77,20 +81,22 @@ class BatchCache:
 
 
 @torch.no_grad()
-def capture_all(examples: Sequence[Example]) -> None:
-    """Compile the kernels of these functions, and capture their ladders."""
-    for graph, example in examples:
-        graph.compile_ahead(*example)
-        graph.capture(*example)
+def capture_all(executor: Executor) -> None:
+    """Compile the kernels of an executor's functions, and capture their ladders."""
+    with executor.placed():
+        for graph, example in executor.examples():
+            graph.compile_ahead(*example)
+            graph.capture(*example)
 
 
 @torch.no_grad()
-def estimate_all(examples: Sequence[Example]) -> list[MemoryEstimate]:
-    """Compile the kernels of these functions, and estimate the memory of their graphs."""
+def estimate_all(executor: Executor) -> list[MemoryEstimate]:
+    """Compile the kernels of an executor's functions, and estimate the memory of their graphs."""
     estimates = []
-    for graph, example in examples:
-        graph.compile_ahead(*example)
-        estimates.append(graph.memory_estimate(*example))
+    with executor.placed():
+        for graph, example in executor.examples():
+            graph.compile_ahead(*example)
+            estimates.append(graph.memory_estimate(*example))
     return estimates
 
 
@@ -130,6 +136,9 @@ class StepExecutor:
 
     def received(self, _: Sequence[FinishedWork], /) -> Callable[[], None]:
         return lambda: None
+
+    def placed(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def examples(self) -> list[Example]:
         example = self.params, self.state, Batch.decode([0], device=self._batches.device)
@@ -194,6 +203,9 @@ class PipelineExecutor:
 
     def _finished(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[FinishedWork]:
         return [(self._running.popleft(), out) for _, out in outputs]
+
+    def placed(self) -> AbstractContextManager[None]:
+        return self.pipelined.placed()
 
     def examples(self) -> list[Example]:
         batch = Batch.decode([0], device=self._batches.device)

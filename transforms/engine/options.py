@@ -347,7 +347,7 @@ def _reserved_bytes(executor: Executor | None) -> int:
     if executor is None:
         return 0
     tables = sum(x.nbytes for x in tree_leaves(executor.state) if isinstance(x, Tensor))
-    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in estimate_all(executor.examples())))
+    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in estimate_all(executor)))
 
 
 def _are_adapters(given: Any) -> bool:

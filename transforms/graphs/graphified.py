@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from weft.donation import donate
 from weft.errors import CaptureError
+from weft.ops.transfers.collective import is_placed, place_key
 from weft.settings import MAY_REPLAY, is_batch_invariant
 from weft.torchapi.private import (
     WithoutFunctionModes,
@@ -99,7 +100,7 @@ class Graphified(Generic[P, R]):
         """Take the fast path if an earlier call was like this one, and the general one otherwise."""
         call, modes = None, None
         if in_plain_surroundings() and MAY_REPLAY.get():
-            if num_function_modes() or is_batch_invariant():
+            if num_function_modes() or is_batch_invariant() or is_placed():
                 return self._call_in_modes(args, kwargs)
             fast_paths, modes = self._cache.fast_paths, ()
             for fast_path in fast_paths.by_form.get((len(args), *kwargs), ()):
@@ -112,11 +113,12 @@ class Graphified(Generic[P, R]):
 
     def _call_in_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Take the fast path of calls in these function modes, which do not see it (torch would ask them about every
-        property that it reads), and in `batch_invariant()`."""
+        property that it reads), in `batch_invariant()`, and on a rank of a mesh."""
         if watches_borrows():
             return self._call(args, kwargs)
         modes, fast_paths = function_modes(), self._cache.fast_paths
         modes = (*modes, "batch invariant") if is_batch_invariant() else modes
+        modes = modes if (place := place_key()) is None else (*modes, place)
         with WithoutFunctionModes():
             for fast_path in fast_paths.by_form.get((len(args), *kwargs, *modes), ()):
                 if (found := fast_path.find(args, kwargs)) is not None:

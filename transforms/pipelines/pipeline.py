@@ -7,6 +7,7 @@ effects in order, and the worker gives every send and receive to the transport's
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from weft.arguments.checks import check_values, kind_of, names_arguments
@@ -15,6 +16,7 @@ from weft.display.tables import text, titled
 from weft.donation import clone, declare_donated, donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
 from weft.errors import ProgramError
+from weft.ops.transfers.collective import Place, placed
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.graphs.graphified import Graphified
@@ -146,6 +148,13 @@ class Pipelined:
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
         self.programs()
+
+    def placed(self) -> AbstractContextManager[None]:
+        """The context in which a stage runs in this process, for calls of it outside the pipeline."""
+        member = self.transport.member
+        if self.mesh is None or member is None:
+            return nullcontext()
+        return placed(Place(self.mesh, self._here[0][1], member))
 
     @property
     def runs_first(self) -> bool:

@@ -8,7 +8,7 @@ rank among the others, for which a number stands, because an operator takes no o
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -70,6 +70,10 @@ def placed(place: Place) -> Iterator[None]:
         yield
     finally:
         _PLACE.reset(token)
+
+
+is_placed: Callable[[], Place | None] = _PLACE.get
+"""The rank that runs a function now, if there is one."""
 
 
 def place_key() -> tuple[Any, ...] | None:

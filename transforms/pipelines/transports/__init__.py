@@ -24,6 +24,11 @@ from weft.transforms.pipelines.worker import Worker
 class Transport(Protocol):
     """The place where the ranks of a pipeline run, and the way of their messages."""
 
+    @property
+    def member(self) -> int | None:
+        """The number of this process's rank as a member of collectives (`weft.ops.transfers.collective`); None: ranks
+        take part in none, or several run here."""
+
     def ranks(self, num_ranks: int) -> Sequence[int]:
         """The ranks of a pipeline of `num_ranks` that run in this process, in order.
 

@@ -120,6 +120,10 @@ class Distributed:
         """This rank's ends of the edges, which carry its tensors."""
         return self._link.end
 
+    @property
+    def member(self) -> int:
+        return self._link.member
+
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
             seen = f"{num_ranks} ranks and {self.num_ranks} processes"

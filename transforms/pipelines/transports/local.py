@@ -53,6 +53,10 @@ class LocalLink:
 class Local:
     """A transport that performs the effects of all ranks one after the other, in an order that the programs allow."""
 
+    @property
+    def member(self) -> None:
+        return None
+
     def ranks(self, num_ranks: int) -> Sequence[int]:
         return range(num_ranks)
 

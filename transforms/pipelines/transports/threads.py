@@ -55,6 +55,10 @@ class Threads:
         self._broken: Failure | None = None
         self._lock = threading.Lock()
 
+    @property
+    def member(self) -> None:
+        return None
+
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if self.devices is not None and len(self.devices) != num_ranks:
             seen = f"{len(self.devices)} devices for {num_ranks} ranks"
