@@ -185,12 +185,13 @@ def invariant_rows() -> Iterator[tuple[str, ...]]:
     found: dict[tuple[Any, ...], dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in record.data["runs"]:
         for row in run["rows"]:
-            key = run["preset"], run["stages"], row["num_requests"], row["workload"]
+            key = run["preset"], run["stages"], row["num_requests"], row["workload"], row["mode"]
             found[key][row["batch_invariant"]].append(
                 row[_TOTAL if row["workload"] == "prefill" else "output_tokens_per_s"]
             )
-    for (preset, stages, requests, workload), speed in found.items():
-        what = f"{preset}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, batch invariant"
+    for (preset, stages, requests, workload, mode), speed in found.items():
+        how = "batch invariant" if mode == "full_and_piecewise" else f"{mode}, batch invariant"
+        what = f"{preset}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, {how}"
         share = statistics.median(speed[True]) / statistics.median(speed[False])
         figure = f"{span(speed[True], '{:,.0f}')} tokens/s{' in all' * (workload == 'prefill')}"
         against = f"{span(speed[False], '{:,.0f}')} in the fast mode, in the same run: {share:.0%}"

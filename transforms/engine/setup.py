@@ -24,7 +24,15 @@ from weft.state import State, admit, advance
 from weft.transforms.engine.executor import Executor, PipelineExecutor, StepExecutor
 from weft.transforms.engine.options import RULES, ResolvedLimits, empty_pages, stage_rule
 from weft.transforms.engine.split import Split
-from weft.transforms.engine.step import advance_work, engine_ladder, graph_step, model_ladder, with_edits
+from weft.transforms.engine.step import (
+    advance_work,
+    engine_ladder,
+    graph_step,
+    is_advanced,
+    model_ladder,
+    with_advance,
+    with_edits,
+)
 from weft.transforms.engine.weights import Weights
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.pipeline import compose, pipeline
@@ -142,9 +150,10 @@ def make_executor(
     if split.num_stages == split.num_shards == 1:
         return StepExecutor(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     x = _example(model, drafts)
-    spanned = [graph_step(stage, ladder, backend) for stage in stages]
-    own: dict[str, Any] = {"transport": split.transport, "mesh": split.mesh}
-    step = pipeline([with_edits(s) for s in spanned], advance=advance_work, schema=Schema.of(x), **own)
+    alone = split.num_stages == 1
+    spanned = [graph_step(with_advance(stage) if alone else stage, ladder, backend) for stage in stages]
+    own: dict[str, Any] = {"transport": split.transport, "mesh": split.mesh, "schema": Schema.of(x)}
+    step = pipeline([with_edits(s) for s in spanned], advance=is_advanced if alone else advance_work, **own)
     graphs = [(spanned[stage], x if stage else None) for stage in split.here] if len(ladder) else []
     return PipelineExecutor(step, params, state, model.device, graphs)
 

@@ -21,7 +21,7 @@ from weft.transforms.engine.prompts import PromptContent, RequestExtras
 from weft.transforms.engine.requests import Budget
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder, with_whole
-from weft.transforms.pipelines.pipeline import Stage
+from weft.transforms.pipelines.pipeline import Stage, compose
 from weft.trees import pytree
 
 _STATIC = {"weft.static": True}
@@ -297,6 +297,24 @@ def with_edits(stage: Stage) -> Stage:
             return stage(params, apply_edits(state, work.edits), work.batch, x)
 
     return run
+
+
+def with_advance(stage: Stage) -> Stage:
+    """Turn the only stage of a model into one that also advances the state, so that one graph holds both."""
+    step = compose([stage], advance=advance)
+
+    @donates("state")
+    @functools.wraps(stage)
+    def run(params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:
+        (state,), out = step((params,), (state,), batch)
+        return state, out
+
+    return run
+
+
+def is_advanced(state: State, _: DeviceWork, __: Output | None) -> State:
+    """The state of a stage that advances it itself (`with_advance`)."""
+    return state
 
 
 @donates("state")
