@@ -265,6 +265,36 @@ def _on_hazards(data: st.DataObject, device: str) -> None:
     laws.hazards_are_right_or_refused(data.draw(strategies.hazards(device)), device)
 
 
+def _sharded(data: st.DataObject, device: str) -> None:
+    laws.shards_are_the_function(data.draw(strategies.rank_functions()))
+
+
+def _shards_transformed(data: st.DataObject, device: str) -> None:
+    parts = data.draw(st.integers(1, 2))
+    laws.shards_commute(data.draw(strategies.rank_functions(multiple=parts)), parts, data.draw(st.integers(1, 3)))
+
+
+def _shards_pipelined(data: st.DataObject, device: str) -> None:
+    mesh, parts, columns = data.draw(strategies.meshes()), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    stage = strategies.rank_functions(mesh, max_steps=4, multiple=parts, columns=columns)
+    laws.stages_of_shards_are_stages(data.draw(st.lists(stage, min_size=1, max_size=3)), parts)
+
+
+def _shards_derived(data: st.DataObject, device: str) -> None:
+    function = data.draw(strategies.rank_functions(updates=("state: functional", "state: unchanged")))
+    laws.derivatives_of_shards_are_derivatives(function, data.draw(st.sampled_from(sorted(laws.SHARD_TRANSFORMS))))
+
+
+def _ranks_disagree(data: st.DataObject, device: str) -> None:
+    laws.disagreeing_ranks_are_refused(data.draw(strategies.disagreements()))
+
+
+def _shared(data: st.DataObject, device: str) -> None:
+    scenario, num_ranks = data.draw(strategies.shared_scenarios())
+    num_stages = data.draw(st.integers(1, scenario.config.num_layers))
+    laws.shares_are_the_model(scenario, num_ranks, num_stages, data.draw(st.booleans()))
+
+
 LAWS = (
     Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
@@ -333,6 +363,12 @@ LAWS = (
     Law("L21", "own stages serve as alone", _own_stages, weight=0.5),
     Law("L21", "own stages serve as alone, with inputs of tokens", _patched, weight=0.5),
     Law("L21", "own stages serve as alone, with another attention", _attended, weight=0.5),
+    Law("L22", "shards are the function", _sharded),
+    Law("L22", "shards commute with graphs, micro-batches and scans", _shards_transformed),
+    Law("L22", "stages of shards are stages", _shards_pipelined),
+    Law("L22", "derivatives of shards are derivatives", _shards_derived),
+    Law("L22", "ranks that disagree are refused", _ranks_disagree),
+    Law("L22", "shares of a model are the model", _shared),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),

@@ -5,11 +5,17 @@ import contextlib
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
-from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import (
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import (
@@ -124,6 +130,23 @@ def without_transforms() -> contextlib.AbstractContextManager[Any]:
     """A context outside all torch.func transforms, for tensors that none of them made."""
     found: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
     return found
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A context outside all torch.func transforms, captures, and function and dispatch modes, for a trace of its own:
+    the operators that it calls are not those of whoever is called."""
+    popped = []
+    with contextlib.ExitStack() as stack:
+        while _len_torch_function_stack():
+            popped.append(_pop_torch_function_stack())
+        try:
+            stack.enter_context(without_transforms())
+            stack.enter_context(unseen())
+            yield
+        finally:
+            for mode in reversed(popped):
+                _push_on_torch_function_stack(mode)
 
 
 def in_other_transform_than_grad() -> bool:

@@ -55,8 +55,18 @@ from weft.proofs.laws.schedule import (
     own_schedules_are_compositions,
     schedules_are_right,
 )
+from weft.proofs.laws.shards import (
+    TRANSFORMS as SHARD_TRANSFORMS,
+    derivatives_of_shards_are_derivatives,
+    disagreeing_ranks_are_refused,
+    shards_are_the_function,
+    shards_commute,
+    shares_are_the_model,
+    stages_of_shards_are_stages,
+)
 
 __all__ = [
+    "SHARD_TRANSFORMS",
     "TRANSFORMS",
     "WAYS",
     "LawViolation",
@@ -70,7 +80,9 @@ __all__ = [
     "checker_is_right",
     "class_is_kept",
     "derivatives_are_of_the_step",
+    "derivatives_of_shards_are_derivatives",
     "differences_are_refused",
+    "disagreeing_ranks_are_refused",
     "dispatch_is_least",
     "dropped_graphs_are_not_in_use",
     "engine_serves_as_alone",
@@ -108,9 +120,13 @@ __all__ = [
     "schedules_are_right",
     "seed_and_position_fix_the_sample",
     "served_in_turn",
+    "shards_are_the_function",
+    "shards_commute",
+    "shares_are_the_model",
     "speculation_changes_nothing",
     "stage_padding_is_inert",
     "stages_agree",
+    "stages_of_shards_are_stages",
     "transforms_commute",
     "transforms_commute_on_functions",
 ]

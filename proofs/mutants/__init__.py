@@ -16,6 +16,7 @@ from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.mutants.own_stages import OWN_STAGES
 from weft.proofs.mutants.schedules import SCHEDULES
 from weft.proofs.mutants.serving import SERVING
+from weft.proofs.mutants.shards import SHARDS
 from weft.proofs.mutants.steps import STEPS
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -32,6 +33,7 @@ _ALL = (
     *OWN_STAGES,
     *SCHEDULES,
     *SERVING,
+    *SHARDS,
     *STEPS,
 )
 MUTANTS = tuple(sorted(_ALL, key=lambda mutant: int(mutant.law.number[1:])))

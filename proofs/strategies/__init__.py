@@ -17,6 +17,10 @@
 | `loops()` | a loop on integers for `weft.while_loop`, and what it gives |
 | `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
 | `hazards()` | code that a graph would get wrong if weft did not notice it |
+| `meshes()` | a `weft.Mesh` of one or two axes |
+| `rank_functions()` | a random function of one rank's part, with collectives, and the same without ranks |
+| `disagreements()` | such a function whose collectives are others on one rank |
+| `shared_scenarios()` | a scenario, and a number of ranks that can share its model's layers |
 | `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |
 
 They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`, `ladders().filter(bool)`,
@@ -67,10 +71,20 @@ from weft.proofs.strategies.programs import (
 )
 from weft.proofs.strategies.sampling import sampling_params
 from weft.proofs.strategies.schedules import Woven, woven_programs
+from weft.proofs.strategies.shards import (
+    DISAGREEMENTS,
+    Disagreement,
+    RankFunction,
+    disagreements,
+    meshes,
+    rank_functions,
+    shared_scenarios,
+)
 from weft.proofs.strategies.tensors import tensors
 
 __all__ = [
     "ARCHITECTURES",
+    "DISAGREEMENTS",
     "EDITS",
     "FAULTS",
     "FILTERS",
@@ -83,6 +97,7 @@ __all__ = [
     "VALUES",
     "Broken",
     "Call",
+    "Disagreement",
     "Function",
     "Hazard",
     "Image",
@@ -90,6 +105,7 @@ __all__ = [
     "Loop",
     "Mapping",
     "Move",
+    "RankFunction",
     "Resolution",
     "Rows",
     "Scenario",
@@ -103,6 +119,7 @@ __all__ = [
     "called",
     "configs",
     "descriptors",
+    "disagreements",
     "edited_programs",
     "hazards",
     "image_scenarios",
@@ -111,12 +128,15 @@ __all__ = [
     "limits",
     "loops",
     "mappings",
+    "meshes",
     "programs",
     "pure_functions",
+    "rank_functions",
     "resolution_ladders",
     "resolutions",
     "sampling_params",
     "scenarios",
+    "shared_scenarios",
     "stage_lists",
     "tensor_programs",
     "tensors",

@@ -64,12 +64,10 @@ class _Rank:
         self._drop(node)
 
 
-def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Run traces on the leaves of each rank's arguments, in an order that their programs allow; the leaves of each
-    rank's result."""
-    ranks = [
-        _Rank(one, dict(zip(_inputs(one), _tensors(own), strict=True))) for one, own in zip(traces, args, strict=True)
-    ]
+def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
+    """Run traces on the tensors of each rank's arguments, in an order that their programs allow; the leaves of each
+    rank's result. One that is an argument is that tensor itself."""
+    ranks = [_Rank(one, dict(zip(_inputs(one), own, strict=True))) for one, own in zip(traces, args, strict=True)]
     results = dict[int, Tensor]()  # of ranks that have not come to the collective in which another one got them
     for step in order:
         own = ranks[step.rank]
@@ -81,12 +79,13 @@ def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[S
             every = combine(effect, [ranks[rank].offered() for rank in effect.ranks])
             results.update(zip(effect.ranks, every, strict=True))
         own.take(results.pop(step.rank))
-    return [[own.values[x] if isinstance(x, Node) else x for x in own.trace.leaves] for own in ranks]
+    return [_results(own, given) for own, given in zip(ranks, args, strict=True)]
+
+
+def _results(own: _Rank, given: Sequence[Tensor]) -> list[Any]:
+    made = [own.values[x] if isinstance(x, Node) else x for x in own.trace.leaves]
+    return [given[own.trace.arguments[index]] if index in own.trace.arguments else x for index, x in enumerate(made)]
 
 
 def _inputs(one: Trace) -> Iterator[Node]:
     return iter(one.graph.graph.find_nodes(op="placeholder"))
-
-
-def _tensors(leaves: Sequence[Any]) -> Iterator[Tensor]:
-    return (leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -1,7 +1,6 @@
 """`shard`: a function of one rank's part becomes a function of whole tensors, which every rank of a mesh runs."""
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of, names_arguments
-from weft.donation import donated_argnames, refuse_donated
+from weft.donation import refuse_donated
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import PerRank, Placement, is_placement, on_axes, part_of, whole_of
+from weft.meshes.placements import PerRank, Placement, Shard, is_placement, on_axes, part_of, whole_of
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import in_functorch_transform, switches
 from weft.transforms.pipelines.machine import Step, interleave
@@ -28,11 +27,30 @@ _MAX_TRACES = 1024
 
 @attrs.frozen(eq=False)
 class Parts:
-    """Each rank's arguments; and for the identity of each of their tensors, the argument that it is a part of and its
-    placements."""
+    """Each rank's arguments.
+
+    Args:
+        by_rank: for each rank.
+        sources: for the identity of each of their tensors, the argument that it is a part of, and its placements.
+        replicas: the identities of those that an earlier rank holds, too.
+    """
 
     by_rank: tuple[tuple[Any, ...], ...]
     sources: dict[int, tuple[Tensor, Sequence[Placement]]]
+    replicas: set[tuple[int, int]]
+
+    def tensors(self, traces: Sequence[Trace]) -> list[list[Tensor]]:
+        """Each rank's tensors. A replica that the function writes in place is a copy."""
+        found = []
+        for rank, (args, own) in enumerate(zip(self.by_rank, traces, strict=True)):
+            leaves = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
+            for index in own.written:
+                leaf = leaves[index]
+                if (rank, id(leaf)) in self.replicas:
+                    leaves[index] = leaf.clone()
+                    self.sources[id(leaves[index])] = self.sources[id(leaf)]
+            found.append(leaves)
+        return found
 
 
 @attrs.frozen(eq=False)
@@ -53,14 +71,12 @@ class Sharded:
         self.out_placements = out_placements
         self._fn = fn
         self._call = call
-        names = [*inspect.signature(fn).parameters] if donated_argnames(fn) else []
-        self._donated = frozenset(names.index(name) for name in donated_argnames(fn))
         self._traces: dict[Any, Traces] = {}
 
     def __call__(self, *args: Any) -> Any:
         given = self._parts(args)
         traces = self._trace(given)
-        made = run_in_turn(traces.by_rank, traces.order, [tree_flatten(own)[0] for own in given.by_rank])
+        made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank))
         return self._join(traces.by_rank, made, given)
 
     def programs(self, *args: Any) -> tuple[Program, ...]:
@@ -68,42 +84,38 @@ class Sharded:
         return tuple(one.program(self.mesh.num_ranks) for one in self._trace(self._parts(args)).by_rank)
 
     def _parts(self, args: tuple[Any, ...]) -> Parts:
-        """Each rank's arguments. What the function writes in place, each rank has for itself."""
+        """Each rank's arguments."""
         given = self.in_placements if isinstance(self.in_placements, tuple) else (self.in_placements,) * len(args)
         if len(given) != len(args):
             seen = f"in_placements for {len(given)} arguments, and {len(args)} arguments"
             raise MeshError(f"{self._call}(...)", seen, "a placement, or a tree of them, for each argument")
-        by_rank, sources = [list[Any]() for _ in self.mesh], dict[int, tuple[Tensor, Sequence[Placement]]]()
+        made = Parts(tuple(() for _ in self.mesh), {}, set())
+        by_rank = [list[Any]() for _ in self.mesh]
         for index, (prefix, arg) in enumerate(zip(given, args, strict=True)):
             placed, below, structure = self._each(prefix, arg, f"in_placements[{index}]")
             for rank, own in enumerate(by_rank):
-                copies = index in self._donated and rank > 0
-                found = [self._part(*each, rank, copies, sources) for each in zip(placed, below, strict=True)]
+                found = [self._part(*each, rank, made) for each in zip(placed, below, strict=True)]
                 own.append(tree_unflatten(found, structure))
-        return Parts(tuple(map(tuple, by_rank)), sources)
+        return attrs.evolve(made, by_rank=tuple(map(tuple, by_rank)))
 
-    def _part(
-        self,
-        placement: Any,
-        tree: Any,
-        rank: int,
-        copies: bool,
-        sources: dict[int, tuple[Tensor, Sequence[Placement]]],
-    ) -> Any:
+    def _part(self, placement: Any, tree: Any, rank: int, given: Parts) -> Any:
         if isinstance(placement, PerRank):
             if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
                 seen = f"PerRank() of {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
                 raise MeshError(self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks")
             return tree[rank]
         axes = on_axes(placement, self.mesh, f"{self._call}: in_placements")
+        place = self.mesh.coordinates(rank).values()
+        is_first = not any(index for index, own in zip(place, axes, strict=True) if not isinstance(own, Shard))
 
         def part(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             refuse_donated(leaf, call=self._call)
             made = part_of(leaf, axes, self.mesh, rank, self._call)
-            made = made.clone() if copies and made is leaf else made
-            sources[id(made)] = leaf, axes
+            given.sources[id(made)] = leaf, axes
+            if not is_first:
+                given.replicas.add((rank, id(made)))
             return made
 
         return tree_map(part, tree)

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -14,7 +15,7 @@ from weft.errors import CaptureError
 from weft.meshes.collectives import with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.torchapi.private import without_transforms
+from weft.torchapi.private import storage_id, without_modes
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -29,6 +30,10 @@ class Trace:
         collectives: the collective after each part but the last, with its node.
         structure: of the result.
         leaves: of the result: the node of a tensor, or a value that is no tensor.
+        last_uses: for each node, the values that no later one uses.
+        arguments: for each leaf of the result that is an argument, written in place or not, the argument's index among
+            the tensors of the arguments.
+        written: the indices of the arguments that are written in place.
     """
 
     rank: int
@@ -38,6 +43,8 @@ class Trace:
     structure: TreeSpec
     leaves: tuple[Any, ...]
     last_uses: dict[Node, list[Node]]
+    arguments: dict[int, int]
+    written: frozenset[int]
 
     def effects(self) -> Iterator[Effect]:
         """The effects of the rank: a run of each part, and the collectives."""
@@ -77,7 +84,7 @@ def trace(
         returned.append(tree_flatten(out))
         return [leaf for leaf in returned[-1][0] if isinstance(leaf, Tensor)]
 
-    with without_transforms(), torch.set_grad_enabled(grads):
+    with without_modes(), torch.set_grad_enabled(grads):
         examples = [_example(leaves[index]) for index in places]
         try:
             graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
@@ -89,7 +96,12 @@ def trace(
     outputs, out_structure = returned[-1]
     nodes = iter(next(iter(graph.graph.find_nodes(op="output"))).args[0])
     made = tuple(next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
-    return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph))
+    inputs = {node: index for index, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
+    arguments = {place: index for place, index in origins if index is not None}
+    storages = _written(graph)
+    written = frozenset(index for node, index in inputs.items() if _storage(node) in storages)
+    return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph), arguments, written)
 
 
 def _example(tensor: Tensor) -> Tensor:
@@ -109,6 +121,41 @@ def _cut(graph: GraphModule) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[
             collectives.append((node, with_schema(effect, node.all_input_nodes[0].meta["val"])))
             parts.append([])
     return tuple(map(tuple, parts)), tuple(collectives)
+
+
+def _origin(node: Node) -> Node:
+    """The node that first made a tensor: not an operator that wrote it in place, or that returned all of it as it
+    is."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or len(schema.returns) != 1 or (alias := schema.returns[0].alias_info) is None:
+        return node
+    given = [arg for arg, own in zip(node.args, schema.arguments, strict=False) if own.alias_info is not None]
+    if len(given) != 1 or not isinstance(given[0], Node):
+        return node
+    if not alias.is_write and _layout(node) != _layout(given[0]):
+        return node
+    return _origin(given[0])
+
+
+def _layout(node: Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg()
+
+
+def _storage(node: Node) -> int:
+    return storage_id(node.meta["val"])
+
+
+def _written(graph: GraphModule) -> set[int]:
+    """The storages that an operator writes in place."""
+    found = set[int]()
+    for node in graph.graph.nodes:
+        arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+        given = {own.name: arg for own, arg in zip(arguments, node.args, strict=False)} | node.kwargs
+        for own in arguments:
+            if own.alias_info is not None and own.alias_info.is_write and own.name in given:
+                found.update(_storage(leaf) for leaf in tree_flatten(given[own.name])[0] if isinstance(leaf, Node))
+    return found
 
 
 def _last_uses(graph: GraphModule) -> dict[Node, list[Node]]:

@@ -1,0 +1,219 @@
+"""L22: a function that the ranks of a mesh share is the function, and so is a model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, func
+
+from weft.donation import clone
+from weft.effects import listing, parse_listing
+from weft.errors import ProgramError
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import PerRank, Replicate
+from weft.proofs.checks.difference import LawViolation, assert_equal, find_difference, visible
+from weft.proofs.strategies.models import Scenario
+from weft.proofs.strategies.shards import Disagreement, RankFunction, as_stage
+from weft.stages.decoder import decoder_stage
+from weft.stages.random_weights import random_params
+from weft.stages.shares import AXIS, TensorRanks, share_config
+from weft.state import State, advance
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.microbatch import microbatch, scan
+from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.transforms.shards.shard import shard
+
+Step = Callable[[Any, Any, Any], Any]
+
+
+def shards_are_the_function(function: RankFunction) -> None:
+    """L22: on all ranks and on one rank, with whole arguments, a function gives what it is without ranks: results and
+    state, over a sequence of calls. A state that is written in place is returned as the same tensors. Programs print
+    and parse back."""
+    sharded, alone = function.sharded(), function.sharded(mesh=function.on_one_rank())
+    steps: dict[str, Step] = {"shards": sharded, "one rank": alone}
+    states = {name: clone(function.state) for name in steps}
+    expected = clone(function.state)
+    for x in function.inputs:
+        expected, out = function.whole(function.params, expected, x)
+        for name, step in steps.items():
+            given, law = states[name], f"L22 shards are the function: {name}"
+            states[name], seen = _made(law, step, function.params, given, x)
+            assert_equal(f"{law}: output", seen, out, exact=False)
+            assert_equal(f"{law}: state", states[name], expected, exact=False)
+            if function.code[-1] == "state: in place" and any(states[name][key] is not given[key] for key in given):
+                raise LawViolation(f"{law}: a state that was written in place is returned as another tensor")
+        programs = sharded.programs(function.params, states["shards"], x)  # type: ignore[attr-defined]
+        if parse_listing(listing(programs)) != programs:
+            raise LawViolation(f"L22 shards are the function: their programs do not parse back: {listing(programs)}")
+
+
+def shards_commute(function: RankFunction, microbatches: int, length: int) -> None:
+    """L22: graphs, micro-batches and scans of a sharded function are those of the function."""
+    sharded = function.sharded()
+    pairs: dict[str, tuple[Step, Step]] = {
+        "graph": (graphify(sharded), function.whole),
+        "micro-batches": (microbatch(sharded, microbatches), microbatch(function.whole, microbatches)),
+        "scan": (scan(sharded, length), scan(function.whole, length)),
+        "graph of a scan": (graphify(scan(sharded, length)), scan(function.whole, length)),
+    }
+    for name, (step, plain) in pairs.items():
+        state, expected = clone(function.state), clone(function.state)
+        for x in function.inputs:
+            expected, out = plain(function.params, expected, x)
+            state, seen = step(function.params, state, x)
+            assert_equal(f"L22 shards commute: {name}: output", seen, out, exact=False)
+            assert_equal(f"L22 shards commute: {name}: state", state, expected, exact=False)
+
+
+def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches: int) -> None:
+    """L22: a pipeline whose stages are sharded, and a graph of it, are the pipeline of the stages without ranks."""
+    params = [function.params for function in functions]
+    plain = pipeline([as_stage(function.whole) for function in functions], microbatches=microbatches)
+    stages = [function.stage() for function in functions]
+    steps: dict[str, Step] = {
+        "pipeline": pipeline(stages, microbatches=microbatches),
+        "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches)),
+        "pipeline of graphs": pipeline([graphify(stage) for stage in stages], microbatches=microbatches),
+    }
+    given = tuple(function.state for function in functions)
+    states, expected = {name: clone(given) for name in steps}, clone(given)
+    for x in functions[0].inputs:
+        expected, out = plain(params, expected, x)
+        for name, step in steps.items():
+            states[name], seen = step(params, states[name], x)
+            assert_equal(f"L22 stages of shards: {name}: output", seen, out, exact=False)
+            assert_equal(f"L22 stages of shards: {name}: state", states[name], expected, exact=False)
+
+
+def _made(law: str, call: Callable[..., Any], *args: Any) -> Any:
+    """The result of a call that must not raise."""
+    try:
+        return call(*args)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise LawViolation(f"{law}: {text}, where the function raises nothing") from error
+
+
+def _losses(fn: Step) -> Callable[[Any, Any, Tensor], Tensor]:
+    return lambda params, state, x: fn(params, state, x)[1].square().sum()
+
+
+def _stack(x: Tensor) -> Tensor:
+    return torch.stack([x, x / 2, x - 1])
+
+
+def _backward(fn: Step, params: Any, state: Any, x: Tensor) -> Any:
+    own = {name: p.clone().requires_grad_() for name, p in params.items()}, x.clone().requires_grad_()
+    _losses(fn)(own[0], state, own[1]).backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad for name, p in own[0].items()}, own[1].grad
+
+
+TRANSFORMS: dict[str, Callable[[Step, Any, Any, Tensor], Any]] = {
+    "grad": lambda f, p, s, x: func.grad(_losses(f), argnums=(0, 2))(p, s, x),
+    "vmap": lambda f, p, s, x: func.vmap(f, in_dims=(None, None, 0), out_dims=(None, 0))(p, s, _stack(x)),
+    "jvp": lambda f, p, s, x: func.jvp(lambda y: f(p, s, y)[1], (x,), (x * 2,)),
+    "vjp": lambda f, p, s, x: func.vjp(lambda y: f(p, s, y)[1], x)[1](torch.ones_like(x)),
+    "gradients of each sample": lambda f, p, s, x: func.vmap(func.grad(_losses(f), argnums=2), (None, None, 0))(
+        p, s, _stack(x)
+    ),
+    "graph of grad": lambda f, p, s, x: graphify(func.grad(_losses(f), argnums=(0, 2)))(p, s, x),
+    "backward": _backward,
+}
+"""Transforms of a step `(params, state, x) -> (state, y)`, by name."""
+
+
+def derivatives_of_shards_are_derivatives(function: RankFunction, transform: str) -> None:
+    """L22: `torch.func` and autograd of a sharded function are those of the function."""
+    apply, sharded = TRANSFORMS[transform], function.sharded()
+    for x in function.inputs:
+        law = f"L22 {transform} of shards"
+        seen = _made(law, apply, sharded, function.params, clone(function.state), x)
+        expected = apply(function.whole, function.params, clone(function.state), x)
+        assert_equal(law, seen, expected, exact=False)
+
+
+def disagreeing_ranks_are_refused(case: Disagreement) -> None:
+    """L22: ranks that do not come to the same collectives in the same order are refused before anything runs."""
+    function = case.function
+    step, given = function.sharded(case.fn), clone(function.state)
+    before = clone(given)
+    try:
+        step(function.params, given, function.inputs[0])
+    except ProgramError:
+        assert_equal("L22 disagreeing ranks are refused: the state afterwards", given, before)
+        return
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise LawViolation(f"L22 disagreeing ranks are refused: {text}, which is not a ProgramError") from error
+    raise LawViolation(f"L22 disagreeing ranks are refused: rank {case.rank} has a collective {case.how}, and it ran")
+
+
+def shares_are_the_model(scenario: Scenario, num_ranks: int, num_stages: int, captured: bool) -> None:
+    """L22: a model whose layers ranks share gives the logits, tokens and pages of the model, within rounding, over a
+    sequence of batches, whatever split into stages, and in a graph.
+
+    Where the two likeliest tokens are closer than rounding, the other may be chosen: what follows is then not compared.
+    """
+    step = compose(scenario.stages(num_stages), advance=advance)
+    params, state = scenario.params(num_stages), scenario.state(num_stages)
+    shared, own_params, own_state = _shared(scenario, num_ranks, num_stages)
+    shared = graphify(shared) if captured else shared
+    for batch in scenario.batches():
+        state, out = step(params, state, batch)
+        own_state, seen = shared(own_params, own_state, batch)
+        assert_equal("L22 shares are the model: logits", seen.logits, out.logits, exact=False)
+        if not torch.equal(seen.token_ids, out.token_ids):
+            _refuse_apart(out.logits, seen.token_ids, out.token_ids)
+            return
+        assert_equal("L22 shares are the model: output", seen, out, exact=False)
+        for stage, expected in zip(own_state, state, strict=True):
+            pages = _pages(expected.kv_pages, scenario, num_ranks)
+            assert_equal("L22 shares are the model: pages", [one.kv_pages for one in stage], pages, exact=False)
+            rest = [attrs.evolve(one, kv_pages=expected.kv_pages) for one in stage]
+            law = "L22 shares are the model: state"
+            assert_equal(law, visible(rest), visible([expected] * num_ranks), exact=False)
+
+
+def _refuse_apart(logits: Tensor, seen: Tensor, expected: Tensor) -> None:
+    """Raise LawViolation if tokens differ whose logits are not next to equal."""
+    there = [logits.gather(-1, ids.reshape(-1, 1)) for ids in (seen, expected)]
+    if (found := find_difference(seen, expected)) is not None and bool(((there[0] - there[1]).abs() > 1e-2).any()):
+        raise LawViolation(f"L22 shares are the model: tokens: {found}")
+
+
+def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
+    """The part of a stage's pages that each rank has, by definition: rank r computes query heads r·H/n to (r+1)·H/n,
+    and so has the keys and values that these read."""
+    config, found = scenario.config, []
+    heads, each = config.num_heads // num_ranks, config.num_heads // config.num_kv_heads
+    for rank in range(num_ranks):
+        read = sorted({head // each for head in range(rank * heads, (rank + 1) * heads)})
+        found.append(pages[..., read, :])
+    return found
+
+
+def _shared(scenario: Scenario, num_ranks: int, num_stages: int) -> tuple[Step, Any, Any]:
+    """The model's stages on ranks that share them, with each rank's parameters and states."""
+    config, mesh, layouts = scenario.config, Mesh(**{AXIS: num_ranks}), scenario.layouts(num_stages)
+    own = share_config(config, num_ranks)
+    ranks = TensorRanks(AXIS, config.vocab_size)
+    where = (PerRank(), PerRank(), Replicate(), Replicate()), (PerRank(), Replicate())
+    stages = [shard(decoder_stage(own, layout, keep_logits=True, ranks=ranks), mesh, *where) for layout in layouts]
+    params = [
+        tuple(
+            random_params(
+                config, layout, seed=scenario.seed, device="cpu", dtype=torch.float32, std=0.3, shard=(rank, num_ranks)
+            )
+            for rank in mesh
+        )
+        for layout in layouts
+    ]
+    by_rank = [attrs.evolve(scenario, config=own).state(num_stages) for _ in mesh]
+    states = tuple(tuple(each[index] for each in by_rank) for index in range(num_stages))
+    return compose(stages, advance=_advance), params, states
+
+
+def _advance(states: tuple[State, ...], batch: Any, out: Any) -> tuple[State, ...]:
+    return tuple(advance(state, batch, out) for state in states)

@@ -1,0 +1,163 @@
+"""Planted bugs of `shard`, and of a model's shares."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.meshes.collectives import AllGather, AllReduce, Collective, combine
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import Partial, part_of
+from weft.ops.transfers.collective import all_reduce, axis_index
+from weft.proofs.mutants.mutant import Mutant, replace
+from weft.proofs.suite import find
+from weft.stages.layer_fields import Field
+from weft.stages.shares import TensorRanks, _share_field, share_rows
+from weft.torchapi.private import in_dispatch_mode
+from weft.transforms.pipelines.machine import Machine, Step
+from weft.transforms.shards.shard import Parts
+
+_LOCAL, _SHARD = "weft.transforms.shards.local", "weft.transforms.shards.shard"
+_SHARES, _READING = "weft.stages.shares", "weft.stages.checkpoints.reading"
+
+
+def _without_a_reduce(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return list(inputs) if isinstance(effect, AllReduce) else combine(effect, inputs)
+
+
+def _without_a_reduce_in_graphs(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return (_without_a_reduce if in_dispatch_mode() else combine)(effect, inputs)
+
+
+def _joined_backwards(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return combine(effect, inputs[::-1] if isinstance(effect, AllGather) else inputs)
+
+
+def _without_gradients(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [made.detach() for made in combine(effect, inputs)]
+
+
+def _sums_for_any(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(effect, AllReduce):
+        effect = attrs.evolve(effect, reduce_op="sum")
+    return combine(effect, inputs)
+
+
+def _whole_on_every_rank(value: Tensor, placements: Any, *where: Any) -> Tensor:
+    """Every rank has the whole of a partial sum."""
+    return part_of(value, tuple(None if own == Partial() else own for own in placements), *where)  # type: ignore[arg-type]
+
+
+def _as_of_the_last_axis(self: Mesh, axis: str) -> int:
+    return 1
+
+
+def _not_copied(self: Parts, traces: Any) -> list[list[Tensor]]:
+    """Each rank writes a donated argument that all of them have."""
+    return _tensors(attrs.evolve(self, replicas=set()), traces)
+
+
+_tensors = Parts.tensors
+
+
+def _matches_any(self: Machine, step: Step) -> None:
+    """Ranks meet in whatever collective each comes to."""
+
+
+def _forgets_shapes(leaf: Any) -> Any:
+    return (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _not_summed(self: TensorRanks, added: Tensor) -> Tensor:
+    return added
+
+
+def _heads_of_the_next(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+    """A rank's query heads are not those whose columns of `o` it has."""
+    if name == "o_proj":
+        count = whole.shape[1] // own.shape[1]
+        return _share_field(name, whole, own, (rank + 1) % count, kv_rank)
+    return _share_field(name, whole, own, rank, kv_rank)
+
+
+def _keys_of_the_first(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+    """All ranks have the first keys and values."""
+    return _share_field(name, whole, own, rank, 0)
+
+
+def _keys_in_turn(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+    """Where several ranks have one head of keys and values, the heads go round."""
+    if not name.startswith("qkv"):
+        return _share_field(name, whole, own, rank, kv_rank)
+    shared = [part.shape[0] // mine.shape[0] for part, mine in zip(whole.parts, own.parts, strict=True)]
+    return _share_field(name, whole, own, rank, rank % shared[-1])
+
+
+def _bias_on_every_rank(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+    return _share_field(name, whole, own, 0 if name in ("o_bias", "down_bias") else rank, kv_rank)
+
+
+def _one_row_later(field: Field, shard: tuple[int, int]) -> Field:
+    """A rank's rows of the vocabulary begin one too late, or one too early where there are no more."""
+    made = share_rows(field, shard)
+    if shard[1] == 1 or not made.parts:
+        return made
+    (part,), (rank, _) = made.parts, shard
+    start = rank * made.shape[0] + 1
+    start -= 2 * (start + part.shape[0] > field.shape[0])
+    return attrs.evolve(made, parts=(attrs.evolve(part, offset=(start, 0)),))
+
+
+def _one_token_later(self: TensorRanks, input_ids: Tensor, weight: Tensor) -> Tensor:
+    own = input_ids - axis_index(self.axis) * weight.shape[0]
+    holds = (own > 0) & (own <= weight.shape[0])
+    found = F.embedding(torch.where(holds, own - 1, 0), weight)
+    return all_reduce(torch.where(holds[:, None], found, 0), self.axis)
+
+
+_FUNCTION, _COMMUTE = find("L22", "shards are the function"), find("L22", "commute")
+_MODEL = find("L22", "the model")
+
+
+def _method(home: Any, name: str, value: Any) -> Any:
+    return partial(mock.patch.object, home, name, value)
+
+
+SHARDS = (
+    Mutant("a sum over the ranks is missing", _FUNCTION, replace(_LOCAL, "combine", _without_a_reduce)),
+    Mutant("a maximum over the ranks is a sum", _FUNCTION, replace(_LOCAL, "combine", _sums_for_any)),
+    Mutant("parts are joined backwards", _FUNCTION, replace(_LOCAL, "combine", _joined_backwards)),
+    Mutant("each rank has the whole of a partial sum", _FUNCTION, replace(_SHARD, "part_of", _whole_on_every_rank)),
+    Mutant("an axis is taken for the last one", _FUNCTION, _method(Mesh, "stride", _as_of_the_last_axis)),
+    Mutant("each rank writes what all of them have", _FUNCTION, _method(Parts, "tensors", _not_copied)),
+    Mutant("a trace is found without its shapes", _FUNCTION, replace(_SHARD, "_leaf_key", _forgets_shapes)),
+    Mutant("in a graph, a sum is missing", _COMMUTE, replace(_LOCAL, "combine", _without_a_reduce_in_graphs)),
+    Mutant(
+        "in a graph, a sum is missing",
+        find("L22", "stages of shards"),
+        replace(_LOCAL, "combine", _without_a_reduce_in_graphs),
+    ),
+    Mutant(
+        "a collective has no gradient",
+        find("L22", "derivatives of shards"),
+        replace(_LOCAL, "combine", _without_gradients),
+    ),
+    Mutant(
+        "ranks meet in whatever collective each comes to",
+        find("L22", "disagree"),
+        _method(Machine, "_match", _matches_any),
+    ),
+    Mutant("a block's results are not summed", _MODEL, _method(TensorRanks, "total", _not_summed)),
+    Mutant("query heads are not those of the columns", _MODEL, replace(_SHARES, "_share_field", _heads_of_the_next)),
+    Mutant("all ranks have the first keys", _MODEL, replace(_SHARES, "_share_field", _keys_of_the_first)),
+    Mutant("shared heads of keys go round", _MODEL, replace(_SHARES, "_share_field", _keys_in_turn)),
+    Mutant("every rank adds the bias", _MODEL, replace(_SHARES, "_share_field", _bias_on_every_rank)),
+    Mutant("a share of the vocabulary is off by one", _MODEL, replace(_READING, "share_rows", _one_row_later)),
+    Mutant("a token is looked up one row away", _MODEL, _method(TensorRanks, "embed", _one_token_later)),
+)
+"""The bugs of `shard` and its collectives, and of shares of heads, columns, biases and vocabulary."""

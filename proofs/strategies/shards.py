@@ -1,0 +1,380 @@
+"""Random functions of one rank's part, with placements and collectives; the same functions without ranks; and models
+whose layers several ranks share."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.donation import donates
+from weft.errors import ConfigError
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import Partial, Placement, Placements, Replicate, Shard
+from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size, reduce_scatter
+from weft.proofs.strategies.models import Scenario, scenarios
+from weft.stages.shares import share_config
+from weft.transforms.shards.shard import shard
+
+Step = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], Tensor]
+"""`(params, state, x) -> x`."""
+
+
+@attrs.frozen(eq=False)
+class RankFunction:
+    """A random function `(params, state, x) -> (state, y)` written for one rank, and the same function of whole
+    tensors, in torch's operators alone.
+
+    Args:
+        code: the steps, in order; `repr` shows them.
+        mesh: the ranks.
+        fn, whole: the function of one rank's part, and of whole tensors. `state` is donated.
+        placements: of `params`, of `state`, of `x`, and of `y`.
+        params, state: by name; each parameter is [width, width].
+        inputs: each [rows, width].
+    """
+
+    code: tuple[str, ...]
+    mesh: Mesh = attrs.field(repr=str)
+    fn: Callable[..., Any] = attrs.field(repr=False)
+    whole: Callable[..., Any] = attrs.field(repr=False)
+    placements: tuple[dict[str, Placements], dict[str, Placements], Placements, Placements] = attrs.field(
+        repr=lambda placed: f"{placed[2]} to {placed[3]}"
+    )
+    params: dict[str, Tensor] = attrs.field(repr=False)
+    state: dict[str, Tensor] = attrs.field(repr=False)
+    inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
+
+    def sharded(self, fn: Callable[..., Any] | None = None, mesh: Mesh | None = None) -> Callable[..., Any]:
+        """The function, or another one of the same arguments and results, on all ranks, of this mesh or another."""
+        params, state, x, y = self.placements
+        return shard(fn or self.fn, mesh or self.mesh, (params, state, x), (state, y))
+
+    def stage(self) -> Callable[..., Any]:
+        """The sharded function as a stage of a pipeline."""
+        return as_stage(self.sharded())
+
+    def on_one_rank(self) -> Mesh:
+        """A mesh of one rank, with the same axes."""
+        return Mesh(**dict.fromkeys(self.mesh.sizes, 1))
+
+
+def as_stage(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage `(params, state, batch, x) -> (state, y)` of a step `(params, state, x) -> (state, y)`."""
+
+    @donates("state")
+    def stage(params: Any, state: Any, batch: Any, x: Any) -> Any:
+        return step(params, state, batch if x is None else x)
+
+    return stage
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    """One axis of 2 to 4 ranks, or two axes of 4 or 6 together."""
+    sizes = draw(st.sampled_from(((2,), (3,), (4,), (2, 2), (2, 3), (3, 2))))
+    return Mesh(**dict(zip(("data", "tensor")[-len(sizes) :], sizes, strict=True)))
+
+
+@attrs.define(eq=False)
+class _Writer:
+    """Writes a function step by step, and knows where its value is."""
+
+    mesh: Mesh
+    placed: dict[str, Placement]
+    code: list[str] = attrs.field(factory=list)
+    steps: list[tuple[Step, Step]] = attrs.field(factory=list)
+    params: dict[str, Placements] = attrs.field(factory=dict)
+
+    def add(self, name: str, local: Step, whole: Step | None = None) -> None:
+        """Add a step, as a rank makes it and as it is on whole tensors (None: there it changes nothing)."""
+        self.code.append(name)
+        self.steps.append((local, whole or (lambda params, state, x: x)))
+
+    def axes(self, *kinds: Placement) -> list[str]:
+        """The axes on which the value has one of these placements."""
+        return [axis for axis, own in self.placed.items() if own in kinds]
+
+    def is_innermost(self, axis: str, dim: int) -> bool:
+        """Whether no later axis cuts the dimension: what the axis cuts or joins are then whole parts."""
+        names = list(self.placed)
+        return all(self.placed[later] != Shard(dim) for later in names[names.index(axis) + 1 :])
+
+    @property
+    def is_partial(self) -> bool:
+        return Partial() in self.placed.values()
+
+    def product(self, **by_axis: Placement) -> tuple[Step, Step]:
+        """A product with a new parameter of these placements."""
+        name = f"w{len(self.params)}"
+        self.params[name] = Placements(**by_axis)
+        both: Step = lambda params, state, x: x @ params[name]  # noqa: E731
+        return both, both
+
+    def moves(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """The steps that are right where the value is now, by name."""
+        yield "halve", lambda: self.add("halve", _halve, _halve)
+        for axis in self.axes(Partial()):
+            yield f"all_reduce {axis}", functools.partial(self._reduce, axis)
+            for dim in (0, 1):
+                if self.is_innermost(axis, dim):
+                    yield f"reduce_scatter {axis} {dim}", functools.partial(self._scatter, axis, dim)
+        for axis in self.axes(Replicate()):
+            yield f"first alone {axis}", functools.partial(self._first_alone, axis)
+            for dim in (0, 1):
+                if self.is_innermost(axis, dim):
+                    yield f"own part {axis} {dim}", functools.partial(self._own_part, axis, dim)
+        for dim in (0, 1):
+            for axis in self.axes(Shard(dim)):
+                if self.is_innermost(axis, dim):
+                    yield f"all_gather {axis}", functools.partial(self._gather, axis, dim)
+                    if self.is_innermost(axis, 1 - dim):
+                        yield f"all_to_all {axis}", functools.partial(self._exchange, axis, dim)
+        if rows := self.axes(Shard(1)):
+            yield "product by rows", functools.partial(self._by_rows, rows)
+        else:
+            yield "product", lambda: self.add("product", *self.product())
+            for axis in self.axes(Replicate()):
+                yield f"product by columns {axis}", functools.partial(self._by_columns, axis)
+        if not self.is_partial:
+            yield "tanh", lambda: self.add("tanh", _tanh, _tanh)
+            yield "softmax", self._softmax
+            yield "less the mean of rows", self._less_mean
+            yield "less the least", self._less_least
+            yield "read state", self._read_state
+
+    def _reduce(self, axis: str) -> None:
+        self.placed[axis] = Replicate()
+        self.add(f"all_reduce {axis}", lambda params, state, x: all_reduce(x, axis))
+
+    def _scatter(self, axis: str, dim: int) -> None:
+        self.placed[axis] = Shard(dim)
+        self.add(f"reduce_scatter {axis} {dim}", lambda params, state, x: reduce_scatter(x, axis, dim=dim))
+
+    def _gather(self, axis: str, dim: int) -> None:
+        self.placed[axis] = Replicate()
+        self.add(f"all_gather {axis} {dim}", lambda params, state, x: all_gather(x, axis, dim=dim))
+
+    def _exchange(self, axis: str, dim: int) -> None:
+        self.placed[axis] = Shard(1 - dim)
+
+        def local(params: Any, state: Any, x: Tensor) -> Tensor:
+            return all_to_all(x, axis, split_dim=1 - dim, concat_dim=dim)
+
+        self.add(f"all_to_all {axis} {1 - dim} to {dim}", local)
+
+    def _first_alone(self, axis: str) -> None:
+        self.placed[axis] = Partial()
+
+        def local(params: Any, state: Any, x: Tensor) -> Tensor:
+            return x if axis_index(axis) == 0 else torch.zeros_like(x)
+
+        self.add(f"first alone {axis}", local)
+
+    def _own_part(self, axis: str, dim: int) -> None:
+        self.placed[axis] = Shard(dim)
+        self.add(f"own part {axis} {dim}", lambda params, state, x: _part(x, axis, dim))
+
+    def _by_rows(self, axes: list[str]) -> None:
+        steps = self.product(**dict.fromkeys(axes, Shard(0)))
+        self.placed |= dict.fromkeys(axes, Partial())
+        self.add(f"product by rows {', '.join(axes)}", *steps)
+
+    def _by_columns(self, axis: str) -> None:
+        self.placed[axis] = Shard(1)
+        self.add(f"product by columns {axis}", *self.product(**{axis: Shard(1)}))
+
+    def _softmax(self) -> None:
+        axes = self.axes(Shard(1))
+
+        def local(params: Any, state: Any, x: Tensor) -> Tensor:
+            raised = torch.exp(x - _over(x.amax(1, keepdim=True), axes, "max"))
+            return raised / _over(raised.sum(1, keepdim=True), axes, "sum")
+
+        self.add("softmax", local, lambda params, state, x: torch.softmax(x, 1))
+
+    def _less_mean(self) -> None:
+        axes = self.axes(Shard(0))
+
+        def local(params: Any, state: Any, x: Tensor) -> Tensor:
+            return x - _over(x.sum(0), axes, "sum") / (len(x) * math.prod(map(axis_size, axes)))
+
+        self.add("less the mean of rows", local, lambda params, state, x: x - x.mean(0))
+
+    def _less_least(self) -> None:
+        axes = self.axes(Shard(1))
+
+        def local(params: Any, state: Any, x: Tensor) -> Tensor:
+            return x - _over(x.amin(1, keepdim=True), axes, "min")
+
+        self.add("less the least", local, lambda params, state, x: x - x.amin(1, keepdim=True))
+
+    def _read_state(self) -> None:
+        axes = self.axes(Shard(1))
+
+        def local(params: Any, state: dict[str, Tensor], x: Tensor) -> Tensor:
+            return x + functools.reduce(lambda own, axis: _part(own, axis, 0), axes, state["h"])
+
+        self.add("read state", local, lambda params, state, x: x + state["h"])
+
+
+def _halve(params: Any, state: Any, x: Tensor) -> Tensor:
+    return x / 2
+
+
+def _tanh(params: Any, state: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+def _part(x: Tensor, axis: str, dim: int) -> Tensor:
+    """This rank's part of a tensor that all ranks along the axis have."""
+    size = x.shape[dim] // axis_size(axis)
+    return x.narrow(dim, axis_index(axis) * size, size)
+
+
+def _over(x: Tensor, axes: list[str], reduce_op: str) -> Tensor:
+    return functools.reduce(lambda own, axis: all_reduce(own, axis, reduce_op=reduce_op), axes, x)
+
+
+UPDATES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "state: functional": lambda s: {"h": s["h"] + 1, "g": s["g"] * 2, "n": s["n"] + 1},
+    "state: in place": lambda s: {"h": s["h"].add_(1), "g": s["g"].mul_(2), "n": s["n"].add_(1)},
+    "state: unchanged": lambda s: s,
+}
+
+
+@st.composite
+def rank_functions(
+    draw: st.DrawFn,
+    mesh: Mesh | None = None,
+    max_steps: int = 7,
+    updates: tuple[str, ...] = tuple(UPDATES),
+    multiple: int = 1,
+    columns: int | None = None,
+) -> RankFunction:
+    """A random chain of steps, each right for the placement that the value then has, and 1 to 3 calls.
+
+    Args:
+        mesh: the ranks; None: any.
+        max_steps: the most steps.
+        updates: the ways to make the next state, of `UPDATES`.
+        multiple: numbers of rows are multiples of it.
+        columns: for each rank, 1 or 2; None: either.
+    """
+    mesh = mesh or draw(meshes())
+    kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
+    placed = {axis: draw(st.sampled_from(kinds)) for axis in mesh.sizes}
+    given, writer = Placements(**placed), _Writer(mesh, dict(placed))
+    for _ in range(draw(st.integers(1, max_steps))):
+        moves = dict(writer.moves())
+        moves[draw(st.sampled_from(sorted(moves)))]()
+    update = draw(st.sampled_from(updates))
+    width = mesh.num_ranks * (columns or draw(st.sampled_from((1, 2))))
+    rows = draw(st.lists(st.sampled_from((1, 2)), min_size=1, max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def made(of_rank: bool) -> Callable[..., Any]:
+        steps = [local if of_rank else whole for local, whole in writer.steps]
+
+        @donates("state")
+        def fn(params: Any, state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+            for step in steps:
+                x = step(params, state, x)
+            return UPDATES[update](state), x
+
+        return fn
+
+    state = {"h": torch.randn(width, generator=generator), "g": torch.ones(width), "n": torch.zeros(())}
+    places = {"h": Placements(), "g": Placements(**{list(mesh.sizes)[-1]: Shard(0)}), "n": Placements()}
+    params = {name: torch.randn(width, width, generator=generator) / width**0.5 for name in writer.params}
+    inputs = tuple(torch.randn(mesh.num_ranks * multiple * n, width, generator=generator) for n in rows)
+    where = (writer.params, places, given, Placements(**writer.placed))
+    return RankFunction((*writer.code, update), mesh, made(True), made(False), where, params, state, inputs)
+
+
+@attrs.frozen(eq=False)
+class Disagreement:
+    """A function whose collectives are others on one rank.
+
+    Args:
+        function: which all ranks agree on.
+        rank: the rank that does otherwise.
+        how: one of `DISAGREEMENTS`.
+        is_first: whether they disagree before the function, or after it.
+        axis: along which.
+    """
+
+    function: RankFunction
+    rank: int
+    how: str
+    is_first: bool
+    axis: str
+
+    def fn(self, params: Any, state: Any, x: Tensor) -> Any:
+        """The function of one rank's part."""
+        mesh = self.function.mesh
+        rank = sum(axis_index(axis) * mesh.stride(axis) for axis in mesh.sizes)
+        meets = DISAGREEMENTS[self.how][rank == self.rank]
+        if self.is_first:
+            meets(x, self.axis)
+        state, y = self.function.fn(params, state, x)
+        if not self.is_first:
+            meets(y, self.axis)
+        return state, y
+
+
+def _sum_then_most(x: Tensor, axis: str) -> None:
+    all_reduce(x, axis)
+    all_reduce(x, axis, reduce_op="max")
+
+
+def _most_then_sum(x: Tensor, axis: str) -> None:
+    all_reduce(x, axis, reduce_op="max")
+    all_reduce(x, axis)
+
+
+Meets = Callable[[Tensor, str], Any]
+DISAGREEMENTS: dict[str, tuple[Meets, Meets]] = {
+    "missing": (all_reduce, lambda x, axis: None),
+    "one too many": (lambda x, axis: None, all_reduce),
+    "another order": (_sum_then_most, _most_then_sum),
+    "another reduction": (all_reduce, lambda x, axis: all_reduce(x, axis, reduce_op="max")),
+    "another kind": (all_gather, all_reduce),
+    "another dimension": (all_gather, lambda x, axis: all_gather(x, axis, dim=1)),
+    "another shape": (all_reduce, lambda x, axis: all_reduce(x[None], axis)),
+    "another dtype": (all_reduce, lambda x, axis: all_reduce(x.double(), axis)),
+}
+"""The collectives of all ranks but one, and of that one, by name."""
+
+
+@st.composite
+def disagreements(draw: st.DrawFn) -> Disagreement:
+    """A function on whose collectives one rank disagrees."""
+    function = draw(rank_functions(max_steps=3))
+    rank, how = draw(st.integers(0, function.mesh.num_ranks - 1)), draw(st.sampled_from(tuple(DISAGREEMENTS)))
+    return Disagreement(function, rank, how, draw(st.booleans()), draw(st.sampled_from(list(function.mesh.sizes))))
+
+
+@st.composite
+def shared_scenarios(draw: st.DrawFn) -> tuple[Scenario, int]:
+    """A model, batches for it, and a number of ranks that can share its layers."""
+    drawn = draw(scenarios(max_layers=2, max_steps=3).filter(lambda own: bool(_sharers(own))))
+    scenario = attrs.evolve(drawn, adapters=(), loras=())
+    return scenario, draw(st.sampled_from(_sharers(scenario)))
+
+
+def _sharers(scenario: Scenario) -> list[int]:
+    """The numbers of ranks that can share the layers of a model."""
+    return [count for count in (2, 3, 4) if _shares(scenario, count)]
+
+
+def _shares(scenario: Scenario, count: int) -> bool:
+    try:
+        share_config(scenario.config, count)
+    except ConfigError:
+        return False
+    return True
