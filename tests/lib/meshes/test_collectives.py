@@ -1,0 +1,142 @@
+"""Collectives as data: they print and parse back; and their results by definition, against loops and against gloo."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+from refusal import refused
+from torch import Tensor
+
+from weft.effects import parse_effect
+from weft.errors import ProgramError
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    ReduceScatter,
+    combine,
+    reduced,
+    with_schema,
+)
+from weft.schema import Schema, TensorSchema
+from weft.transforms.pipelines.transports.launch import launch
+
+RANKS = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple)
+SCHEMAS = st.none() | st.builds(
+    lambda shape, dtype: Schema((TensorSchema("x", tuple(shape), dtype),)),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.sampled_from((torch.float32, torch.bfloat16, torch.int64)),
+)
+MICROBATCHES, DIMS = st.integers(0, 9), st.integers(-3, 3)
+REDUCE = st.sampled_from(("sum", "max", "min"))
+COLLECTIVES: st.SearchStrategy[Collective] = st.one_of(
+    st.builds(AllReduce, RANKS, MICROBATCHES, SCHEMAS, REDUCE),
+    st.builds(AllGather, RANKS, MICROBATCHES, SCHEMAS, DIMS),
+    st.builds(ReduceScatter, RANKS, MICROBATCHES, SCHEMAS, REDUCE, DIMS),
+    st.builds(AllToAll, RANKS, MICROBATCHES, SCHEMAS, DIMS, DIMS),
+)
+
+
+@given(COLLECTIVES)
+def test_a_collective_prints_and_parses_back(effect: Collective) -> None:
+    assert parse_effect(str(effect)) == effect
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "all_reduce among 0, 1 [mb 0]",
+        "all_reduce sum dim 0 among 0, 1 [mb 0]",
+        "all_gather sum dim 0 among 0, 1 [mb 0]",
+        "reduce_scatter dim 0 among 0, 1 [mb 0]",
+        "all_to_all dim 0 among 0, 1 [mb 0]",
+    ],
+)
+def test_options_that_a_collective_does_not_have_are_refused(line: str) -> None:
+    instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, or all_to_all dim 0 to 0"
+    with refused(ProgramError, f"parse_effect({line!r})", "a collective with other options", instead):
+        parse_effect(line)
+
+
+def brute_force(effect: Collective, inputs: list[Tensor]) -> list[list[list[float]]]:
+    """The results, element by element, of matrices on all ranks."""
+    count, (rows, columns) = len(inputs), inputs[0].shape
+    values = [x.tolist() for x in inputs]
+
+    def reduce(op: str) -> list[list[float]]:
+        f = {"sum": sum, "max": max, "min": min}[op]
+        return [[f(own[i][j] for own in values) for j in range(columns)] for i in range(rows)]
+
+    def cut(matrix: list[list[float]], dim: int, part: int) -> list[list[float]]:
+        if dim % 2 == 0:
+            return matrix[part * (rows // count) : (part + 1) * (rows // count)]
+        return [row[part * (columns // count) : (part + 1) * (columns // count)] for row in matrix]
+
+    def join(parts: list[list[list[float]]], dim: int) -> list[list[float]]:
+        if dim % 2 == 0:
+            return list(itertools.chain(*parts))
+        return [list(itertools.chain(*row)) for row in zip(*parts, strict=True)]
+
+    match effect:
+        case AllReduce(reduce_op=op):
+            return [reduce(op)] * count
+        case AllGather(dim=dim):
+            return [join(values, dim)] * count
+        case ReduceScatter(reduce_op=op, dim=dim):
+            return [cut(reduce(op), dim, rank) for rank in range(count)]
+        case AllToAll(split_dim=split, concat_dim=concat):
+            return [join([cut(own, split, rank) for own in values], concat) for rank in range(count)]
+
+
+@given(COLLECTIVES.filter(lambda e: all(-2 <= getattr(e, n, 0) < 2 for n in ("dim", "split_dim", "concat_dim"))))
+def test_the_results_are_those_of_loops(effect: Collective) -> None:
+    count = len(effect.ranks)
+    inputs = [
+        torch.randint(-9, 9, (2 * count, 3 * count), generator=torch.Generator().manual_seed(i)) for i in range(count)
+    ]
+    assert [made.tolist() for made in combine(effect, inputs)] == brute_force(effect, inputs)
+
+
+def test_sums_of_halves_are_rounded_once() -> None:
+    parts = [torch.tensor([1.0], dtype=torch.bfloat16), *[torch.tensor([2.0**-9], dtype=torch.bfloat16)] * 4]
+    assert reduced(parts, "sum") == torch.tensor([1.0 + 2.0**-7], dtype=torch.bfloat16)
+    assert reduced(parts, "sum").dtype == torch.bfloat16
+
+
+def test_a_schema_is_that_of_the_tensor() -> None:
+    effect = with_schema(AllReduce((0, 1)), torch.ones(2, 3))
+    assert str(effect) == "all_reduce sum among 0, 1 [mb 0]: x[2, 3] float32"
+
+
+def on_gloo(path: str, count: int) -> list[bool]:
+    """Whether `combine` says what each collective of torch.distributed over gloo gives this rank."""
+    rank = int(os.environ["RANK"])
+    inputs = [torch.randn(2 * count, 3 * count, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    own, ranks = inputs[rank], tuple(range(count))
+    dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(path, count))
+    found = []
+    for op in ("sum", "max", "min"):
+        theirs = own.clone()
+        dist.all_reduce(theirs, getattr(dist.ReduceOp, op.upper()))
+        found.append((AllReduce(ranks, reduce_op=op), theirs))
+    gathered = own.new_empty(count * len(own), own.shape[1])
+    dist.all_gather_into_tensor(gathered, own)
+    found.append((AllGather(ranks), gathered))
+    scattered = own.new_empty(2, own.shape[1])
+    dist.reduce_scatter_tensor(scattered, own)
+    found.append((ReduceScatter(ranks), scattered))
+    exchanged = torch.empty_like(own)
+    dist.all_to_all_single(exchanged, own)
+    found.append((AllToAll(ranks), exchanged))
+    dist.destroy_process_group()
+    return [torch.allclose(combine(effect, inputs)[rank], theirs, atol=1e-5) for effect, theirs in found]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_results_are_those_of_torch_distributed(count: int, tmp_path: Path) -> None:
+    assert launch(on_gloo, count, str(tmp_path / "store"), count) == [[True] * 6] * count

@@ -1,0 +1,145 @@
+"""Placements: the parts of a tensor on the ranks are the whole, and those of torch's DTensor; and what is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from refusal import refused
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    Partial as TorchPartial,
+    Replicate as TorchReplicate,
+    Shard as TorchShard,
+    distribute_tensor,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from weft.errors import MeshError
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import (
+    Partial,
+    PerRank,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    as_placement,
+    is_placement,
+    on_axes,
+    part_of,
+    whole_of,
+)
+
+INSTEAD = "Shard(dim), Replicate() or Partial(); PerRank() for a tuple of trees"
+PLACEMENTS = st.sampled_from((Replicate(), Shard(0), Shard(1), Shard(-1), Partial(), Partial("max"), Partial("min")))
+
+
+@given(st.tuples(PLACEMENTS, PLACEMENTS), st.sampled_from(((2, 3), (1, 4), (2, 2))))
+def test_the_parts_are_the_whole(placed: tuple[Placement, Placement], sizes: tuple[int, int]) -> None:
+    mesh, value = Mesh(a=sizes[0], b=sizes[1]), torch.arange(12 * 24.0).reshape(12, 24)
+    parts = [part_of(value, placed, mesh, rank, "f()") for rank in mesh]
+    assert torch.equal(whole_of(parts, placed, mesh), value)
+    assert len({part.shape for part in parts}) == 1
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("rank", range(6))
+def test_the_parts_are_those_of_a_dtensor(rank: int) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
+    theirs = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+    mesh, value = Mesh(a=2, b=3), torch.arange(12 * 24.0).reshape(12, 24)
+    kinds = (TorchReplicate(), TorchShard(0), TorchShard(1))
+    for placed in [(one, other) for one in kinds for other in kinds]:
+        expected = distribute_tensor(value, theirs, placed, src_data_rank=None).to_local()
+        own = [as_placement(one, "f()") for one in placed]
+        assert torch.equal(part_of(value, own, mesh, rank, "f()"), expected), placed
+
+
+def test_shards_are_views_and_a_sum_is_on_the_first_rank() -> None:
+    value, mesh = torch.ones(4), Mesh(a=2)
+    assert part_of(value, [Shard(0)], mesh, 1, "f()").untyped_storage().data_ptr() == value.data_ptr()
+    assert part_of(value, [Replicate()], mesh, 1, "f()") is value
+    sums = [part_of(value, [Partial()], mesh, rank, "f()").sum().item() for rank in mesh]
+    assert sums == [4, 0]
+    assert whole_of([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 4.0])], [Partial("max")], mesh).tolist() == [3, 5]
+    assert whole_of([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 4.0])], [Partial("min")], mesh).tolist() == [1, 4]
+
+
+def test_those_of_torch_stand_for_ours() -> None:
+    assert as_placement(TorchShard(1), "f()") == Shard(1)
+    assert as_placement(TorchReplicate(), "f()") == Replicate()
+    assert as_placement(TorchPartial("max"), "f()") == Partial("max")
+    assert Placements(a=TorchShard(0)) == Placements(a=Shard(0))  # type: ignore[arg-type]
+    assert all(map(is_placement, (TorchShard(0), TorchReplicate(), TorchPartial(), Placements(), PerRank(), Shard(0))))
+    assert not any(map(is_placement, ("Shard", None, {"a": Shard(0)}, Mesh(a=2))))
+
+
+@given(st.dictionaries(st.sampled_from(("data", "tensor")), PLACEMENTS))
+@settings(max_examples=20)
+def test_placements_print_as_they_are_written(by_axis: dict[str, Placement]) -> None:
+    given_as = Placements(**by_axis)
+    assert eval(str(given_as), {kind.__name__: kind for kind in (Placements, Shard, Replicate, Partial)}) == given_as
+    assert str(PerRank()) == "PerRank()"
+
+
+def test_an_axis_that_is_not_named_has_replicas() -> None:
+    mesh = Mesh(data=2, tensor=2)
+    assert on_axes(Placements(tensor=Shard(0)), mesh, "f()") == (Replicate(), Shard(0))
+    assert on_axes(Replicate(), mesh, "f()") == (Replicate(), Replicate())
+    assert on_axes(Shard(1), Mesh(tensor=2), "f()") == (Shard(1),)
+
+
+@pytest.mark.parametrize(
+    ("placed", "mesh", "seen", "instead"),
+    [
+        (
+            Placements(rows=Shard(0)),
+            Mesh(data=2, tensor=2),
+            "Placements(rows=Shard(0)), on axis 'rows' of Mesh(data=2, tensor=2)",
+            "one of data, tensor",
+        ),
+        (
+            Shard(0),
+            Mesh(data=2, tensor=2),
+            "Shard(0) on Mesh(data=2, tensor=2), which has 2 axes",
+            "Placements(tensor=Shard(0))",
+        ),
+        ("tensor", Mesh(tensor=2), "a placement that is a str", INSTEAD),
+        (None, Mesh(tensor=2), "a placement that is None", INSTEAD),
+        (Partial("mean"), Mesh(tensor=2), "Partial('mean')", "one of 'sum', 'max', 'min'"),
+        (TorchPartial("avg"), Mesh(tensor=2), "Partial('avg')", "one of 'sum', 'max', 'min'"),
+    ],
+)
+def test_what_is_no_placement_is_refused(placed: Any, mesh: Mesh, seen: str, instead: str) -> None:
+    with refused(MeshError, "f()", seen, instead):
+        on_axes(placed, mesh, "f()")
+
+
+def test_a_placement_that_is_none_is_named_with_its_axis() -> None:
+    with refused(MeshError, "Placements(tensor=...)", "a placement that is an int", INSTEAD):
+        Placements(tensor=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dim", "seen", "instead"),
+    [
+        (2, "Shard(2) of a tensor [6, 5]", "one of its dimensions"),
+        (
+            1,
+            "Shard(1) of a tensor [6, 5] over 3 ranks along 'a'",
+            "a dimension that is a multiple of 3: pad it, or Replicate()",
+        ),
+    ],
+)
+def test_a_tensor_that_the_ranks_cannot_share_is_refused(dim: int, seen: str, instead: str) -> None:
+    with refused(MeshError, "f()", seen, instead):
+        part_of(torch.ones(6, 5), [Shard(dim)], Mesh(a=3), 0, "f()")

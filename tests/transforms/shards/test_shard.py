@@ -1,0 +1,310 @@
+"""`shard`: DTensor and torch.func as oracles, states in place, branches on the rank, programs, and errors with texts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from refusal import refused
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    Partial as TorchPartial,
+    Replicate as TorchReplicate,
+    Shard as TorchShard,
+    distribute_tensor,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import weft
+from weft.donation import donates
+from weft.effects import Program, parse_listing
+from weft.errors import CaptureError, MeshError, ProgramError
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.transports.launch import launch
+
+TWO = weft.Mesh(tensor=2)
+HEADS, HIDDEN, VOCABULARY = 4, 16, 24
+
+
+def tensors() -> dict[str, Tensor]:
+    """Parameters, and inputs."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"up": (HIDDEN, 32), "down": (32, HIDDEN), "embedding": (VOCABULARY, HIDDEN), "x": (6, HIDDEN)}
+    shapes |= dict.fromkeys(("q", "k", "v", "o"), (HIDDEN, HIDDEN))
+    return {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
+
+
+def mlp(own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Megatron's feed-forward block, up to the sum."""
+    return torch.relu(x @ own["up"]) @ own["down"]
+
+
+def attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Attention by heads, up to the sum."""
+    q, k, v = ((x @ own[name]).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(0, 1) for name in "qkv")
+    mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+    return mixed.transpose(0, 1).flatten(1) @ own["o"]
+
+
+def column(own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A linear layer by columns."""
+    return x @ own["up"]
+
+
+def embedding(own: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """An embedding by rows of the vocabulary, up to the sum."""
+    rows = ids - weft.axis_index("tensor") * len(own["embedding"])
+    holds = (rows >= 0) & (rows < len(own["embedding"]))
+    return torch.where(holds[:, None], own["embedding"][torch.where(holds, rows, 0)], 0)
+
+
+BY_HEADS = {"q": 1, "k": 1, "v": 1, "o": 0}
+BLOCKS: dict[str, tuple[Any, dict[str, int]]] = {
+    "mlp": (mlp, {"up": 1, "down": 0}),
+    "attention": (attention, BY_HEADS),
+    "column": (column, {"up": 1}),
+    "embedding": (embedding, {"embedding": 0}),
+}
+IDS = torch.tensor([0, 5, 11, 12, 23, 6])
+
+
+def of_dtensor(path: str, count: int) -> dict[str, Tensor]:
+    """What DTensor gives for each block on this rank, whole."""
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=count, store=dist.FileStore(path, count))
+    mesh, given = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",)), tensors()
+    found = {}
+    for name, (block, cuts) in BLOCKS.items():
+        own = {key: distribute_tensor(given[key], mesh, [TorchShard(dim)]) for key, dim in cuts.items()}
+        if name == "embedding":
+            ids = distribute_tensor(IDS, mesh, [TorchReplicate()])
+            made = torch.nn.functional.embedding(ids, own["embedding"])
+        else:
+            made = block(own, distribute_tensor(given["x"], mesh, [TorchReplicate()]))
+        found[name] = made.full_tensor()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_blocks_are_those_of_dtensor(count: int, tmp_path: Path) -> None:
+    given, theirs = tensors(), launch(of_dtensor, count, str(tmp_path / "store"), count)
+    for name, (block, cuts) in BLOCKS.items():
+        own = {key: given[key] for key in cuts}
+        out = weft.Shard(1) if name == "column" else weft.Partial()
+        step = weft.shard(
+            block, weft.Mesh(tensor=count), ({k: weft.Shard(d) for k, d in cuts.items()}, weft.Replicate()), out
+        )
+        made = step(own, IDS if name == "embedding" else given["x"])
+        for rank in range(count):
+            assert torch.allclose(made, theirs[rank][name], atol=1e-5), name
+
+
+def test_placements_of_torch_and_a_device_mesh() -> None:
+    given, placed = tensors(), {"up": TorchShard(1), "down": TorchShard(0)}
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    dist.destroy_process_group()
+    step = weft.shard(mlp, mesh, (placed, TorchReplicate()), TorchPartial())
+    own = {key: given[key] for key in placed}
+    assert step.mesh == TWO
+    assert torch.allclose(step(own, given["x"]), mlp(given, given["x"]), atol=1e-5)
+
+
+@donates("state")
+def counting(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Writes its state in place."""
+    state["rows"].add_(1)
+    state["all"].add_(weft.all_reduce(x.sum(), "tensor"))
+    return state, x
+
+
+PLACED = {"rows": weft.Shard(0), "all": weft.Replicate()}
+
+
+def undonated(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As `counting`, without a word of what it writes."""
+    state["rows"].add_(1)
+    state["all"].add_(weft.all_reduce(x.sum(), "tensor"))
+    return state, x
+
+
+@pytest.mark.parametrize("fn", [counting, undonated])
+def test_a_state_that_is_written_in_place_is_the_same_tensor(fn: Any) -> None:
+    step = weft.shard(fn, TWO, (PLACED, weft.Shard(0)), (PLACED, weft.Shard(0)))
+    state = {"rows": torch.zeros(4), "all": torch.zeros(())}
+    for count in (1, 2):
+        new, _ = step(state, torch.ones(4))
+        assert all(new[name] is state[name] for name in state)
+        assert (state["rows"].tolist(), state["all"].item()) == ([count] * 4, 4 * count)
+
+
+def test_on_two_axes_what_ranks_share_is_written_once() -> None:
+    placed = {"rows": weft.Placements(tensor=weft.Shard(0)), "all": weft.Replicate()}
+    step = weft.shard(counting, weft.Mesh(data=2, tensor=2), (placed, weft.Replicate()), (placed, weft.Replicate()))
+    state, _ = step({"rows": torch.zeros(4), "all": torch.zeros(())}, torch.ones(3))
+    assert (state["rows"].tolist(), state["all"].item()) == ([1] * 4, 6)
+
+
+def test_an_argument_that_is_returned_is_the_same_tensor() -> None:
+    x = torch.ones(4)
+    step = weft.shard(lambda x, y: (x, x[:1], y), TWO, weft.Shard(0), (weft.Shard(0), weft.Shard(0), weft.Shard(0)))
+    same, parts, other = step(x, 2 * x)
+    assert same is x
+    assert parts.tolist() == [1, 1]
+    assert other.tolist() == [2] * 4
+
+
+def test_each_rank_has_a_tree_of_its_own() -> None:
+    def f(own: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        own["n"].add_(1)
+        return own["n"], weft.all_reduce(x * own["n"], "tensor")
+
+    step = weft.shard(f, TWO, (weft.PerRank(), weft.Replicate()), (weft.PerRank(), weft.Replicate()))
+    trees = {"n": torch.tensor([1.0])}, {"n": torch.tensor([10.0])}
+    counts, total = step(trees, torch.tensor([2.0]))
+    assert [n.item() for n in counts] == [2, 11]
+    assert counts[0] is trees[0]["n"]
+    assert total.item() == 26
+
+
+def test_a_branch_on_the_rank_is_part_of_its_program() -> None:
+    def f(x: Tensor) -> Tensor:
+        return weft.all_reduce(x if weft.axis_index("tensor") == 0 else x * 10, "tensor")
+
+    assert weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(torch.ones(1)).item() == 11
+
+
+def test_values_that_are_no_tensors_pass() -> None:
+    def f(x: Tensor, scale: int, name: str) -> tuple[Tensor, str, int]:
+        return x * scale, name, weft.axis_size("tensor")
+
+    step = weft.shard(f, TWO, weft.Shard(0), (weft.Shard(0), weft.Replicate(), weft.Replicate()))
+    assert [str(value) for value in step(torch.ones(2), 3, "n")] == ["tensor([3., 3.])", "n", "2"]
+    assert step(torch.ones(2), 4, "n")[0].tolist() == [4, 4]
+
+
+def test_programs_print_and_parse_back() -> None:
+    given = tensors()
+    step = weft.shard(lambda own, x: weft.all_reduce(mlp(own, x), "tensor"), TWO,
+                      ({"up": weft.Shard(1), "down": weft.Shard(0)}, weft.Replicate()), weft.Replicate())  # fmt: skip
+    programs = step.programs({name: given[name] for name in ("up", "down")}, given["x"])
+    assert str(programs[1]).splitlines() == [
+        "rank 1 of 2",
+        "  run part 0 [mb 0]",
+        "  all_reduce sum among 0, 1 [mb 0]: x[6, 16] float32",
+        "  run part 1 [mb 0]",
+    ]
+    assert Program.parse(str(programs[0])) == programs[0]
+    assert parse_listing("\n".join(map(str, programs))) == programs
+
+
+def test_a_graph_may_be_the_first_call() -> None:
+    step = graphify(weft.shard(lambda x: weft.all_reduce(x + 1, "tensor"), TWO, weft.Shard(0), weft.Replicate()))
+    assert [step(torch.full((2,), float(i))).item() for i in range(3)] == [2, 4, 6]
+
+
+def test_it_prints_as_its_function_on_its_mesh() -> None:
+    assert repr(weft.shard(mlp, TWO, weft.Replicate(), weft.Replicate())) == "<Sharded mlp on Mesh(tensor=2)>"
+
+
+CALL = "weft.shard(f, Mesh(tensor=2), ...)"
+ONE = torch.ones(4, 3)
+
+
+def f(x: Any) -> Any:
+    """Returns what it gets."""
+    return x
+
+
+@pytest.mark.parametrize(
+    ("placed", "args", "call", "seen", "instead"),
+    [
+        (
+            (weft.Shard(0),),
+            (ONE, ONE),
+            f"{CALL}(...)",
+            "in_placements for 1 arguments, and 2 arguments",
+            "a placement, or a tree of them, for each argument",
+        ),
+        (
+            {"a": weft.Shard(0)},
+            ({"b": ONE},),
+            CALL,
+            "in_placements[0] of another structure than the values: <any>",
+            "the same structure, or one placement for all that is below it",
+        ),
+        (
+            weft.Shard(1),
+            (ONE,),
+            CALL,
+            "Shard(1) of a tensor [4, 3] over 2 ranks along 'tensor'",
+            "a dimension that is a multiple of 2: pad it, or Replicate()",
+        ),
+        (
+            (weft.PerRank(),),
+            ((ONE, ONE, ONE),),
+            CALL,
+            "PerRank() of a tuple of 3",
+            "a tuple with a tree for each of 2 ranks",
+        ),
+        ((weft.PerRank(),), (ONE,), CALL, "PerRank() of a Tensor", "a tuple with a tree for each of 2 ranks"),
+        (
+            weft.Placements(rows=weft.Shard(0)),
+            (ONE,),
+            f"{CALL}: in_placements",
+            "Placements(rows=Shard(0)), on axis 'rows' of Mesh(tensor=2)",
+            "one of tensor",
+        ),
+    ],
+)
+def test_placements_that_do_not_fit(placed: Any, args: tuple[Any, ...], call: str, seen: str, instead: str) -> None:
+    with refused(MeshError, call, seen, instead):
+        weft.shard(f, TWO, placed, weft.Replicate())(*args)
+
+
+def test_results_that_do_not_fit() -> None:
+    def f(x: Tensor) -> Any:
+        return (x,) if weft.axis_index("tensor") else (x, x)
+
+    instead = "the same structure on every rank"
+    seen = "results of other structures on other ranks: <any>"
+    with refused(MeshError, CALL, seen, instead):
+        weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
+    seen = "out_placements of another structure than the values: <any>"
+    with refused(MeshError, CALL, seen, "the same structure, or one placement for all that is below it"):
+        weft.shard(f, TWO, weft.Replicate(), {"x": weft.Replicate()})(ONE)
+
+
+def test_ranks_that_disagree_are_refused_before_anything_runs() -> None:
+    def f(x: Tensor) -> Tensor:
+        x.add_(1)
+        return weft.all_reduce(x, "tensor") if weft.axis_index("tensor") else weft.all_gather(x, "tensor")
+
+    x = torch.zeros(2)
+    instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+    seen = (
+        "rank 0: 'all_gather dim 0 among 0, 1 [mb 0]: x[2] float32' meets "
+        "rank 1: 'all_reduce sum among 0, 1 [mb 0]: x[2] float32'"
+    )
+    with refused(ProgramError, "check of 2 programs", seen, instead):
+        weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(x)
+    assert x.tolist() == [0, 0]
+
+
+def test_a_function_that_reads_values_is_refused() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+    call, seen = "weft.shard(f, ...)", "rank 0 reads the values of a tensor: <any>"
+    with refused(CaptureError, call, seen, "torch.where, or a Python argument"):
+        weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
+
+
+def test_what_is_no_function_or_no_mesh() -> None:
+    with refused(MeshError, "weft.shard(an int, Mesh(tensor=2), ...)", "f is an int", "a function"):
+        weft.shard(3, TWO, weft.Replicate(), weft.Replicate())  # type: ignore[arg-type]
+    with refused(MeshError, "weft.shard(f, 2, ...)", "mesh is an int", "weft.Mesh(tensor=2), or <any>"):
+        weft.shard(f, 2, weft.Replicate(), weft.Replicate())
