@@ -36,6 +36,8 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     if not even:
         instead = "a number of ranks that divides the heads, and that divides the key and value heads or is a multiple"
         raise ConfigError(call, f"{heads} heads, and {kv_heads} of keys and values", instead)
+    if config.fp8 is not None:
+        _refuse_split_blocks(config, num_ranks, call)
     unit = num_ranks * (BLOCK if config.fp8 is not None else 1)
     blocks = {"intermediate_size": inner} if config.moe is None else {"moe_intermediate_size": config.moe.inner}
     if config.moe is not None and any(not config.moe.is_sparse(i) for i in range(config.num_layers)):
@@ -50,6 +52,16 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         intermediate_size=max(inner // num_ranks, 1),
         moe=None if config.moe is None else attrs.evolve(config.moe, inner=config.moe.inner // num_ranks),
     )
+
+
+def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None:
+    """Raise ConfigError for heads whose blocks of FP8, which have one scale each, would be on two ranks."""
+    counts = {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
+    for name, count in counts.items():
+        rows, own = count * config.head_dim, max(count // num_ranks, 1) * config.head_dim
+        if rows > BLOCK and own % BLOCK:
+            instead = f"a number of ranks that leaves each a multiple of {BLOCK} rows of them"
+            raise ConfigError(call, f"{name}={count} with head_dim={config.head_dim} in FP8", instead)
 
 
 def share_fields(config: ModelConfig, index: int, shard: Shard = WHOLE) -> dict[str, Field]:

