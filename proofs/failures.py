@@ -1,12 +1,13 @@
 """Ranks that fail at each instruction in turn, and what all other ranks say of it.
 
-    python -m weft.proofs.failures --out FOLDER [--runs 200]
+    python -m weft.proofs.failures --out FOLDER [--runs 400]
 
-Each run starts a process for every rank of a pipeline of 2, 3 or 4 stages, lets one of them raise, exit, be killed,
-stall or be stopped at one instruction of its program, and asks: did every other rank raise a RankError that names that
-rank and that instruction, in time; did the launcher; and have all processes ended. The runs take each place in turn,
-and the ways to fail in turn. A quarter as many again kill a rank at any time, while it starts and connects too: then
-all must name it, and the same instruction.
+Each run starts a process for every rank of a pipeline of 2, 3 or 4 stages, or of a mesh whose ranks share each stage.
+It lets one of them raise, exit, be killed, stall or be stopped at one instruction of its program, or at a collective
+inside that instruction, and asks: did every other rank raise a RankError that names that rank and that instruction, in
+time; did the launcher; and have all processes ended. The runs take each place in turn, and the ways to fail in turn. A
+quarter as many again kill a rank at any time, while it starts and connects too: then all must name it, and the same
+instruction.
 """
 
 import argparse
@@ -30,8 +31,11 @@ import attrs
 import torch
 from tqdm import tqdm
 
-from weft.effects import Effect
+from weft.effects import Collective, Effect, Run
 from weft.errors import RankError
+from weft.meshes.collectives import AllGather, AllReduce, with_schema
+from weft.meshes.mesh import Mesh
+from weft.ops.transfers.collective import all_gather, all_reduce, axis_index
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import Pipelined, pipeline
@@ -41,10 +45,18 @@ from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.worker import Link, Worker
 
 NUM_RANKS = (2, 3, 4)
+"""Ranks of a pipeline."""
+MESHES = (Mesh(pipeline=1, tensor=2), Mesh(pipeline=1, tensor=3), Mesh(pipeline=2, tensor=2))
+"""Meshes whose ranks share each stage."""
 STEPS = 4
 """Steps that a run would take."""
+MICROBATCHES = 2
+ROWS = 4
+"""Rows of the batch."""
 TIMEOUT = 1.5
 """Seconds that a rank may keep another one waiting."""
+MESH_TIMEOUT = 4.0
+"""The same in a mesh, whose ranks wait for each other while they capture their first step."""
 LIMIT = 6.0
 """Seconds beyond the time-out in which all must be over: a process that is stopped is asked to end first."""
 LATEST = 0.4
@@ -70,17 +82,38 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
+Moment = Literal["before", "within", "after"]
+"""A rank fails before it tells the others that it has come to a collective; before it sends its tensor; or after it has
+received theirs."""
+MOMENTS: tuple[Moment, ...] = ("before", "within", "after")
+
+
+@attrs.frozen
+class AtCollective:
+    """A place inside a run of a stage.
+
+    Args:
+        index: of a collective, among those of the run.
+        moment: one of MOMENTS.
+    """
+
+    index: int
+    moment: Moment
+
+
 @attrs.frozen
 class Case:
     """One way to fail, at one place.
 
     Args:
-        num_ranks: of the pipeline.
+        num_ranks: of the pipeline or the mesh.
         rank: that fails.
         index: at which of its effects; after the last: at its end.
         way: one of WAYS.
         step: in which step, from 0.
-        instruction: as its program prints the effect; empty: any.
+        instruction: as its program prints the effect, or as a rank in a collective says it; empty: any.
+        tensor: the ranks that share each stage.
+        collective: where it fails inside that effect; None: before it.
         delay: seconds after which it fails, wherever it then is; None: at that place.
         backend: of the transport.
         timeout: seconds that a rank may keep another one waiting.
@@ -92,14 +125,28 @@ class Case:
     way: str
     step: int
     instruction: str
+    tensor: int = 1
+    collective: AtCollective | None = None
     delay: float | None = None
     backend: Literal["gloo", "nccl", "peer"] = "gloo"
     timeout: float = TIMEOUT
 
     def __str__(self) -> str:
         if self.delay is not None:
-            return f"{self.way} rank {self.rank} of {self.num_ranks} after {self.delay:.3f} s"
-        return f"{self.way} at '{self.instruction}' of rank {self.rank} of {self.num_ranks}, step {self.step}"
+            return f"{self.way} rank {self.rank} of {self._ranks} after {self.delay:.3f} s"
+        where = f"'{self.instruction}'"
+        if self.collective is not None:
+            where = f"collective {self.collective.index} of effect {self.index}, {self.collective.moment} {where}"
+        return f"{self.way} at {where} of rank {self.rank} of {self._ranks}, step {self.step}"
+
+    @property
+    def _ranks(self) -> str:
+        return f"{self.num_ranks}" if self.tensor == 1 else f"{self.num_ranks // self.tensor} x {self.tensor}"
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the ranks, where several share a stage."""
+        return None if self.tensor == 1 else Mesh(pipeline=self.num_ranks // self.tensor, tensor=self.tensor)
 
 
 @attrs.frozen
@@ -123,9 +170,26 @@ class Failing(Worker):
 
     def perform(self, effect: Effect, link: Link) -> None:
         if self.count == self.case.index:
-            fail(self.case, self.folder)
+            if self.case.collective is None:
+                fail(self.case, self.folder)
+            self._plant(self.case.collective, link)
         self.count += 1
         super().perform(effect, link)
+
+    def _plant(self, place: AtCollective, link: Any) -> None:
+        """Let the rank fail at one of the collectives that it comes to next."""
+        owner = link if place.moment == "before" else link.end
+        perform, count = owner.perform, itertools.count()
+
+        def failing(*given: Any) -> torch.Tensor:
+            now = next(count) == place.index
+            made = perform(*given) if place.moment == "after" or not now else None
+            if now:
+                fail(self.case, self.folder)
+            assert made is not None, "a rank that failed does not go on"
+            return made
+
+        owner.perform = failing
 
 
 def fail(case: Case, folder: Path) -> None:
@@ -186,14 +250,23 @@ def scale(p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor
     return s + y.sum(), y
 
 
+def scale_together(
+    p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor | None
+) -> tuple[Any, torch.Tensor]:
+    """A stage that ranks share, with two collectives."""
+    y = all_reduce((batch if x is None else x) * p, "tensor")
+    return s + y.sum(), all_gather(y[:, None] + axis_index("tensor"), "tensor", dim=1).mean(1)
+
+
 def advance(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return s + out.sum() - batch.sum()
 
 
-def make_pipeline(num_ranks: int, transport: Transport | None = None) -> Pipelined:
+def make_pipeline(num_ranks: int, transport: Transport | None = None, mesh: Mesh | None = None) -> Pipelined:
     """Stages that lend their results, so that every kind of effect is in the programs."""
-    stages = [graphify(scale, outputs="borrow") for _ in range(num_ranks)]
-    return pipeline(stages, microbatches=2, advance=advance, transport=transport)
+    count = num_ranks if mesh is None else mesh.sizes["pipeline"]
+    stages = [graphify(scale if mesh is None else scale_together, outputs="borrow") for _ in range(count)]
+    return pipeline(stages, microbatches=MICROBATCHES, advance=advance, transport=transport, mesh=mesh)
 
 
 def run_rank(case: Case, folder: Path) -> None:
@@ -214,25 +287,55 @@ def run_rank(case: Case, folder: Path) -> None:
 def take_steps(case: Case, folder: Path) -> None:
     """Take steps in which one rank fails, and wait for what they compute."""
     transport = Distributed(timeout=case.timeout, backend=case.backend)
-    step = make_pipeline(case.num_ranks, Sabotaged(transport, case, folder))
+    step = make_pipeline(case.num_ranks, Sabotaged(transport, case, folder), case.mesh)
     state: Any = (torch.zeros((), device=transport.device),)
-    param, batch = (torch.tensor(x, device=transport.device) for x in (2.0, [0.0, 1.0, 2.0, 3.0]))
+    param, batch = (torch.tensor(x, device=transport.device) for x in (2.0, [float(row) for row in range(ROWS)]))
     for _ in range(STEPS) if case.delay is None else itertools.count():
         state, _ = step((param,), state, batch)
     transport.synchronize()
 
 
 def cases() -> Iterator[Case]:
-    """All of them: every place once, then every place with the next way, until each had each way, in two steps."""
+    """All of a pipeline: every place once, then every place with the next way, until each had each way, in two
+    steps."""
     places = [
         (program.num_ranks, program.rank, index, str(effect))
         for num_ranks in NUM_RANKS
-        for program in make_pipeline(num_ranks).programs(2)
+        for program in make_pipeline(num_ranks).programs(MICROBATCHES)
         for index, effect in enumerate((*program.effects, "its end"))
     ]
     for step, turn in itertools.product((1, 0), range(len(WAYS))):
         for number, (num_ranks, rank, index, instruction) in enumerate(places):
             yield Case(num_ranks, rank, index, [*WAYS][(number + turn) % len(WAYS)], step, instruction)
+
+
+def cases_of_meshes() -> Iterator[Case]:
+    """All of the meshes, in the same order: before each effect, and at each collective of each run of a stage."""
+    places = [
+        (mesh, program.rank, index, effect, place)
+        for mesh in MESHES
+        for program in make_pipeline(mesh.num_ranks, mesh=mesh).programs(MICROBATCHES)
+        for index, effect in enumerate((*program.effects, None))
+        for place in (None, *(_PLACES if isinstance(effect, Run) and effect.stage is not None else ()))
+    ]
+    for step, turn in itertools.product((1, 0), range(len(WAYS))):
+        for number, (mesh, rank, index, effect, place) in enumerate(places):
+            instruction = "its end" if effect is None else str(effect)
+            if effect is not None and place is not None and place.moment != "before":
+                instruction = in_collective(mesh, rank, place.index)
+            way, tensor = [*WAYS][(number + turn) % len(WAYS)], mesh.sizes["tensor"]
+            yield Case(mesh.num_ranks, rank, index, way, step, instruction, tensor, place, timeout=MESH_TIMEOUT)
+
+
+_PLACES = [AtCollective(index, moment) for index in range(2) for moment in MOMENTS]
+"""The places in a run of `scale_together`."""
+
+
+def in_collective(mesh: Mesh, rank: int, index: int) -> str:
+    """The instruction of a rank in a collective of `scale_together`, without its number."""
+    ranks, rows = mesh.group(rank, "tensor"), ROWS // MICROBATCHES
+    effect: Collective = AllReduce(ranks) if index == 0 else AllGather(ranks, dim=1)
+    return str(with_schema(effect, torch.empty((rows,) if index == 0 else (rows, 1))))
 
 
 @contextmanager
@@ -254,10 +357,11 @@ def no_longer_than(seconds: float) -> Iterator[None]:
 def cases_at_any_time() -> Iterator[Case]:
     """A rank killed some time after it started: before it has met the others, until it is at its steps."""
     chance = random.Random(0)
+    sizes = [*((number, 1) for number in NUM_RANKS), *((mesh.num_ranks, mesh.sizes["tensor"]) for mesh in MESHES)]
     while True:
-        num_ranks = chance.choice(NUM_RANKS)
-        rank = chance.randrange(num_ranks)
-        yield Case(num_ranks, rank, -1, "kill", -1, "", delay=chance.random() * LATEST)
+        num_ranks, tensor = chance.choice(sizes)
+        rank, timeout = chance.randrange(num_ranks), TIMEOUT if tensor == 1 else MESH_TIMEOUT
+        yield Case(num_ranks, rank, -1, "kill", -1, "", tensor, delay=chance.random() * LATEST, timeout=timeout)
 
 
 def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Outcome:
@@ -283,7 +387,9 @@ def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Out
 def _wrong(case: Case, records: dict[int, Any], heard: Exception | None, seconds: float) -> str | None:
     """What is not as it should be."""
     others = [record["about"] for rank, record in records.items() if rank != case.rank]
-    wanted = [case.rank, case.instruction or (others[0][1] if others else "")]
+    said = others[0][1] if others else ""
+    numbered = case.collective is not None and str(said).startswith(f"{case.instruction}, number ")
+    wanted = [case.rank, said if numbered or not case.instruction else case.instruction]
     for rank in range(case.num_ranks):
         if rank != case.rank and rank not in records:
             return f"rank {rank} raised nothing"
@@ -313,14 +419,21 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "environment": {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()},
         "timeout": TIMEOUT,
+        "timeout in a mesh": MESH_TIMEOUT,
         "runs": len(outcomes),
+        "in a mesh": sum(o.case.tensor > 1 for o in outcomes),
+        "at a collective": sum(o.case.collective is not None for o in outcomes),
         "at any time": sum(o.case.delay is not None for o in outcomes),
-        "places": len({(o.case.num_ranks, o.case.rank, o.case.index) for o in outcomes if o.case.delay is None}),
+        "places": len({_place(o.case) for o in outcomes if o.case.delay is None}),
         "instructions": Counter(o.case.instruction.split()[0] for o in outcomes if o.case.delay is None),
         "ways": ways,
         "slowest": {str(o.case): round(o.raised, 3) for o in sorted(outcomes, key=lambda o: -o.raised)[:3]},
         "wrong": [f"{outcome.case}: {outcome.wrong}" for outcome in outcomes if outcome.wrong],
     }
+
+
+def _place(case: Case) -> tuple[Any, ...]:
+    return case.num_ranks, case.tensor, case.rank, case.index, case.collective
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -331,9 +444,14 @@ def main() -> None:
     """Run the cases, write `failures.json`, and exit with 1 if one went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=400, help="half of them in a pipeline, half in a mesh")
     given = parser.parse_args()
-    chosen = [*itertools.islice(cases(), given.runs), *itertools.islice(cases_at_any_time(), given.runs // 4)]
+    half = given.runs // 2
+    chosen = [
+        *itertools.islice(cases(), given.runs - half),
+        *itertools.islice(cases_of_meshes(), half),
+        *itertools.islice(cases_at_any_time(), given.runs // 4),
+    ]
     outcomes = [run_case(case) for case in tqdm(chosen, unit="run")]
     report = summary(outcomes)
     given.out.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ class Monitor:
             RankError: a rank failed before.
         """
         self._raise(self.failure, "the next step")
-        self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN)
+        self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN, self.here.meetings)
         self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
         if len(self._programs) > _MAX_PROGRAMS:
@@ -94,13 +94,15 @@ class Monitor:
 
     @contextmanager
     def at_collective(self, effect: Collective, number: int) -> Iterator[None]:
-        """Within, this rank takes part in a collective, inside an effect of its program; `number` counts them."""
-        before = self.here
-        self.here = attrs.evolve(before, instruction=f"{effect}{_NUMBER}{number}")
+        """Within, this rank takes part in a collective, inside an effect of its program; `number` counts them. After an
+        error the rank stays there, so that the others hear where it failed."""
+        before = self.here.instruction
+        instruction = f"{effect}{_NUMBER}{number}"
+        self.here = attrs.evolve(self.here, instruction=instruction, meetings=number)
         self.records.write_position(self.here)
         yield
-        self.here = before
-        self.records.write_position(before)
+        self.here = attrs.evolve(self.here, instruction=before)
+        self.records.write_position(self.here)
 
     def move_to_sync(self) -> None:
         """Write that this rank waits for its device, and how many times it has done so since its last step."""
@@ -255,9 +257,9 @@ class Monitor:
     def _find_stalled(self, peer: int, cause: str) -> Failure:
         """The failure of the rank that `peer` waits for in the end, unless one was written."""
         silent = self.liveness.silent(self._silence)
-        if (failure := self.records.failure()) is not None:
-            return failure
         rank = culprit(peer, lambda waiting: self._blockers(waiting, silent))
+        if (failure := self._await_members(rank, silent) or self.records.failure()) is not None:
+            return failure
         if (ended := self.records.exit(rank)) is not None:
             cause = f"its process ended: {ended.text}"
         elif rank in silent:
@@ -265,6 +267,16 @@ class Monitor:
         alive = ended is None and rank not in silent
         where = self.records.device_position(rank) if alive else self.records.position(rank)
         return Failure(rank, where.instruction, cause)
+
+    def _await_members(self, rank: int, silent: Collection[int]) -> Failure | None:
+        """The failure that the ranks of a collective find, if this rank is not one of them and `rank` is in it with all
+        the others: whose tensor is late, only they know. They may have begun to wait as late as now."""
+        met, end = _collective_of(self.records.position(rank)), self.clock.now() + self.timeout + _GRACE
+        if met is None or rank in silent or self.rank in met.ranks:
+            return None
+        while (failure := self.records.failure()) is None and self.clock.now() < end:
+            self.clock.sleep(_POLL / 4)
+        return failure
 
     def _blockers(self, rank: int, silent: Collection[int]) -> Sequence[int]:
         """The ranks that must move before a rank can, as far as its programs are known here."""
@@ -275,10 +287,11 @@ class Monitor:
         if here.instruction == SYNC:
             behind = [r for r, place in enumerate(places) if _reached(place) < _reached(here)]
             return sorted(behind, key=lambda r: _reached(places[r]))
-        if _NUMBER in here.instruction:
-            met = parse_effect(here.instruction.partition(_NUMBER)[0])
-            assert isinstance(met, Collective), "only collectives have numbers"
-            return [r for r in met.ranks if (places[r].step, places[r].instruction) != (here.step, here.instruction)]
+        if (met := _collective_of(here)) is not None:
+            if rank in silent:
+                return ()
+            late = [r for r in met.ranks if places[r].meetings < here.meetings]
+            return late or [r for r in met.ranks if r in silent]
         if (checked := self._programs.get(here.digest)) is None:
             return ()
         counts = [len(program.effects) for program in checked.programs]
@@ -328,6 +341,15 @@ class Monitor:
             cause = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
             raise self.explain(blamed, cause, gone=others) from error
         self.move_to(0, START)
+
+
+def _collective_of(place: Position) -> Collective | None:
+    """The collective in which a rank is."""
+    if _NUMBER not in place.instruction:
+        return None
+    met = parse_effect(place.instruction.partition(_NUMBER)[0])
+    assert isinstance(met, Collective), "only collectives have numbers"
+    return met
 
 
 def _reached(place: Position) -> tuple[int, int]:

@@ -22,12 +22,14 @@ START = "its start"
 
 @attrs.frozen
 class Position:
-    """The place of a rank: its step, the digest of that step's programs, the effects performed, and the next one."""
+    """The place of a rank: its step, the digest of that step's programs, the effects performed, the next one, and the
+    collectives that it has come to over all steps."""
 
     step: int = 0
     digest: str = "-"
     index: int = 0
     instruction: str = START
+    meetings: int = 0
 
 
 @attrs.frozen
