@@ -24,10 +24,11 @@ from weft.stages.checkpoints.reading import (
     refuse_names,
 )
 from weft.stages.config import ModelConfig, find_file
-from weft.stages.layer_fields import Part, adaptable, layer_fields
+from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams, LayerLora, LayerParams, LoraWeights, slice_params
+from weft.stages.shares import WHOLE, Shard, adaptable, share_fields
 from weft.trees import OF_THIS_PROCESS
 
 T = TypeVar("T")
@@ -261,7 +262,12 @@ def _read(
 
 
 def with_adapters(
-    params: DecoderParams, config: ModelConfig, layout: StageLayout, adapters: Sequence[Adapter]
+    params: DecoderParams,
+    config: ModelConfig,
+    layout: StageLayout,
+    adapters: Sequence[Adapter],
+    *,
+    shard: Shard = WHOLE,
 ) -> DecoderParams:
     """A stage's parameters with one slot for each adapter, in order; the same parameters if there are none.
 
@@ -269,14 +275,15 @@ def with_adapters(
         params: the stage's; the result shares their tensors.
         config, layout: the model's, and the stage's.
         adapters: from `load_adapter`.
+        shard: the rank's share of each layer that the parameters are.
     """
     if not adapters:
         return params
     names = {name for adapter in adapters for name in adapter.deltas}
     rank = max(adapter.rank for adapter in adapters)
-    params = reserve_slots(params, config, layout, num_slots=len(adapters), rank=rank, names=names)
+    params = reserve_slots(params, config, layout, num_slots=len(adapters), rank=rank, names=names, shard=shard)
     for slot, adapter in enumerate(adapters):
-        write_slot(params, config, layout, slot, adapter)
+        write_slot(params, config, layout, slot, adapter, shard=shard)
     return params
 
 
@@ -288,6 +295,7 @@ def reserve_slots(
     num_slots: int,
     rank: int,
     names: Collection[str] | None = None,
+    shard: Shard = WHOLE,
 ) -> DecoderParams:
     """A stage's parameters with empty slots for adapters.
 
@@ -297,21 +305,26 @@ def reserve_slots(
         num_slots: at least 1.
         rank: the greatest rank of an adapter.
         names: the linear layers that adapters may change, as in `Adapter.deltas`; None: all.
+        shard: the rank's share of each layer that the parameters are.
     """
     layers = []
     for index, layer in zip(layout.layers, params.layers, strict=True):
         wanted = {
             product for name, (product, _, _) in adaptable(config, index).items() if names is None or name in names
         }
-        made = {product: _empty(config, index, layer, product, num_slots, rank) for product in sorted(wanted)}
+        fields = share_fields(config, index, shard)
+        made = {
+            product: _empty(fields[f"{product}_proj"].parts, layer, product, num_slots, rank)
+            for product in sorted(wanted)
+        }
         layers.append(attrs.evolve(layer, lora=LayerLora(**made)))
     return attrs.evolve(params, layers=tuple(layers))
 
 
-def _empty(config: ModelConfig, index: int, layer: LayerParams, product: str, num_slots: int, rank: int) -> LoraWeights:
+def _empty(parts: Sequence[Part], layer: LayerParams, product: str, num_slots: int, rank: int) -> LoraWeights:
     weight: Tensor = getattr(layer, f"{product}_proj")
     rows, columns = weight.shape
-    starts = [part.start for part in layer_fields(config, index)[f"{product}_proj"].parts]
+    starts = [part.start for part in parts]
     # Adapters of weights in FP8 have the dtype of the activations, which is that of the norms.
     like = layer.input_layernorm
     return LoraWeights(
@@ -320,7 +333,13 @@ def _empty(config: ModelConfig, index: int, layer: LayerParams, product: str, nu
 
 
 def write_slot(
-    params: DecoderParams, config: ModelConfig, layout: StageLayout, slot: int, adapter: Adapter | None
+    params: DecoderParams,
+    config: ModelConfig,
+    layout: StageLayout,
+    slot: int,
+    adapter: Adapter | None,
+    *,
+    shard: Shard = WHOLE,
 ) -> None:
     """Write an adapter into a slot of a stage's parameters, in place. Captured graphs replay with the new adapter; none
     is captured again. The slot's old values are lost.
@@ -330,17 +349,21 @@ def write_slot(
         config, layout: the model's, and the stage's.
         slot: its number. No running request may use it.
         adapter: None: empty the slot.
+        shard: the rank's share of each layer that the parameters are.
 
     Raises:
         RequestError: no such slot, a rank that is too great, or a linear layer that has no slots.
     """
     check_slot(params, config, layout, slot, adapter)
-    slots, deltas = _slots(params, config, layout), _deltas(layout, adapter)
+    slots, deltas = _slots(params, config, layout, shard), _deltas(layout, adapter)
     for lora, _, _ in slots.values():
         lora.a[slot].zero_()
         lora.b[slot].zero_()
     for name, (a, b) in deltas.items():
         lora, place, part = slots[name]
+        if part.slices:  # the share of the product `b @ a` with the rank's rows and columns
+            rows, columns = part.slices
+            a, b = a[:, columns], b[rows]
         lora.a[slot, place, : a.shape[0], : a.shape[1]] = a.to(lora.a)
         lora.b[slot, part.start : part.start + b.shape[0], : b.shape[1]] = b.to(lora.b)
 
@@ -364,10 +387,12 @@ def check_slot(
         raise RequestError(f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", faults[0], instead)
 
 
-def _slots(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, tuple[LoraWeights, int, Part]]:
+def _slots(
+    params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Shard = WHOLE
+) -> dict[str, tuple[LoraWeights, int, Part]]:
     found = {}
     for index, layer in zip(layout.layers, params.layers, strict=True):
-        for name, (product, place, part) in adaptable(config, index).items():
+        for name, (product, place, part) in adaptable(config, index, shard).items():
             if (lora := getattr(layer.lora, product)) is not None:
                 found[name] = (lora, place, part)
     return found
@@ -389,8 +414,9 @@ def stage_params(
     """
     if model.layout.num_stages == 1:
         own = [slice_params(model.params, layout) for layout in layouts]
-        return tuple(with_adapters(p, model.config, layout, adapters) for p, layout in zip(own, layouts, strict=True))
+        every = zip(own, layouts, strict=True)
+        return tuple(with_adapters(p, model.config, layout, adapters, shard=model.shard) for p, layout in every)
     if (model.layout,) != tuple(layouts):
         call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
         raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
-    return (with_adapters(model.params, model.config, model.layout, adapters),)
+    return (with_adapters(model.params, model.config, model.layout, adapters, shard=model.shard),)

@@ -70,8 +70,8 @@ def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
         if isinstance(other, kind):
             own = other.functions
             more = own.extras, own.token_extras, own.captures, own.carries, own.beside, own.logits, other.transforms
-            place = other.device, other.layout.num_stages, other.config.vocab_size
-            if not any(more) and place == (model.device, 1, size):
+            place = other.device, other.is_whole, other.config.vocab_size
+            if not any(more) and place == (model.device, True, size):
                 continue
             having = f" with {own}, and {len(other.transforms)} transforms" if any(more) else ""
             seen = f"{other!r} of {other.config.vocab_size} tokens{having}"

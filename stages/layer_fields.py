@@ -100,17 +100,6 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
     return fields | _stacked(_feed_forward(config, layer, experts, config.moe.inner, False))
 
 
-def adaptable(config: ModelConfig, index: int) -> dict[str, tuple[str, int, Part]]:
-    """The linear layers of decoder layer `index` that an adapter may change, by transformers' name: the product that
-    each is part of, its place in that product, and its part of the weights. Experts are left out."""
-    found = {}
-    for name, field in layer_fields(config, index).items():
-        for place, part in enumerate(field.parts):
-            if name.endswith("_proj") and part.expert is None:
-                found[part.name.removesuffix(".weight")] = (name.removesuffix("_proj"), place, part)
-    return found
-
-
 def row_starts(sizes: Iterable[int], fp8: bool) -> tuple[int, ...]:
     """The rows at which matrices of these sizes begin in one field, and the end of the last; in FP8 each begins a
     block.

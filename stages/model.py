@@ -134,11 +134,14 @@ class Model:
         """The dtype and a digest of the weights, which the ranks of a pipeline compare.
 
         The digest of a loaded model is of samples of the whole checkpoint. It says so if 4 values of each tensor are no
-        longer those that were loaded. A model without a checkpoint has a digest of these values; a stage of one has
-        none.
+        longer those that were loaded. A model without a checkpoint has a digest of these values, a share of one has a
+        digest of its norms, which ranks hold alike, and a stage of one has none.
         """
+        if self.origin is None and self.layout.num_stages > 1:
+            return f"{self.dtype}, of no checkpoint"
         if self.origin is None:
-            return f"{self.dtype}, {digest_params(self.params) if self.is_whole else 'of no checkpoint'}"
+            norms = [own.input_layernorm for own in self.params.layers], self.params.norm
+            return f"{self.dtype}, {digest_params(self.params if self.is_whole else norms)}"
         return f"{self.dtype}, {self.origin.describe(self.params)}"
 
     @property
@@ -266,12 +269,13 @@ class Model:
         its head. Of an early layer's they are a logit lens (nostalgebraist, 2020).
 
         Raises:
-            ProgramError: hidden states of another size, or a stage of a model without a head.
+            ProgramError: hidden states of another size, or a stage of a model without a head, or a share of one.
         """
         call, size = f"model.logits(hidden: {kind_of(hidden)})", self.config.hidden_size
-        if self.params.norm is None:
-            instead = "the whole model's: weft.load(path).logits(hidden)"
-            raise ProgramError(call, f"a stage without a head, {self!r}", instead)
+        if self.params.norm is None or self.shard[1] > 1:
+            instead, part = "the whole model's: weft.load(path).logits(hidden)", "a stage without a head"
+            seen = part if self.params.norm is None else "a part of the head"
+            raise ProgramError(call, f"{seen}, {self!r}", instead)
         if not isinstance(cast(Any, hidden), Tensor) or hidden.shape[-1:] != (size,):
             seen = list(hidden.shape) if isinstance(cast(Any, hidden), Tensor) else kind_of(hidden)
             raise ProgramError(call, f"hidden states {seen}", f"a tensor [..., {size}]")
@@ -326,6 +330,7 @@ class Model:
     def __repr__(self) -> str:
         size = num_bytes(self.params) / 2**20
         part = "" if self.layout.num_stages == 1 else f", stage {self.layout.index} of {self.layout.num_stages}"
+        part += "" if self.shard[1] == 1 else f", share {self.shard[0]} of {self.shard[1]}"
         layers = len(self.layout.layers)
         return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
 

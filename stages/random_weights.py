@@ -25,11 +25,11 @@ from weft.stages.checkpoints.reading import (
 )
 from weft.stages.choices import pick_device, pick_dtype, pick_kv_dtype, pick_stage
 from weft.stages.config import ModelConfig
-from weft.stages.layer_fields import Field, adaptable
+from weft.stages.layer_fields import Field
 from weft.stages.layout import StageLayout, split_model
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
-from weft.stages.shares import WHOLE, Shard, cut_field
+from weft.stages.shares import WHOLE, Shard, adaptable, cut_field
 
 _AT_ONCE = 2**28
 """Elements that are drawn at a time: 1 GiB of float32 beside the parameters."""

@@ -75,6 +75,18 @@ def share_fields(config: ModelConfig, index: int, shard: Shard = WHOLE) -> dict[
     return {name: _share_field(name, whole[name], field, rank, kv_rank) for name, field in own.items()}
 
 
+def adaptable(config: ModelConfig, index: int, shard: Shard = WHOLE) -> dict[str, tuple[str, int, Part]]:
+    """The linear layers of decoder layer `index` that an adapter may change, by transformers' name: the product that
+    each is part of, its place in that product, and its part of the weights, or a rank's share of it. Experts are left
+    out."""
+    found = {}
+    for name, field in share_fields(config, index, shard).items():
+        for place, part in enumerate(field.parts):
+            if name.endswith("_proj") and part.expert is None:
+                found[part.name.removesuffix(".weight")] = (name.removesuffix("_proj"), place, part)
+    return found
+
+
 def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
     """A rank's share of a field; of keys and values, the share `kv_rank`."""
     if name in ("o_bias", "down_bias") and rank:

@@ -139,16 +139,34 @@ def _fill(
     return whole
 
 
-def places(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, Tensor]:
-    """Views of a stage's parameters, by transformers' names of the checkpoint's tensors. Writing to a view changes the
-    parameters."""
-    found: dict[str, Tensor] = {}
-    for path, field in stage_fields(config, layout):
+@attrs.frozen(eq=False)
+class Place:
+    """The view of a stage's parameters that holds one of the checkpoint's tensors, or a rank's share of it. Writing to
+    it changes the parameters.
+
+    Args:
+        view: of the parameters.
+        part: of the checkpoint.
+    """
+
+    view: Tensor
+    part: Part
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What belongs here of a tensor of the checkpoint's shape."""
+        return whole[self.part.slices] if self.part.slices else whole
+
+
+def places(params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Shard = WHOLE) -> dict[str, Place]:
+    """The places of the checkpoint's tensors in a stage's parameters, or in a rank's share of them, by transformers'
+    names."""
+    found: dict[str, Place] = {}
+    for path, field in stage_fields(config, layout, shard):
         *layer, name = path.split(".")
         owner = params.layers[int(layer[1]) - layout.start] if layer else params
         if path == "embed_tokens" and not layout.first:
             name = "lm_head"
-        found |= {part.name: part.place(getattr(owner, name)) for part in field.parts}
+        found |= {part.name: Place(part.place(getattr(owner, name)), part) for part in field.parts}
     if config.tie_word_embeddings and EMBED in found:
         found[HEAD] = found[EMBED]
     return found

@@ -47,7 +47,7 @@ def logprobs(
 
     Raises:
         RequestError: not a list of sequences, another number of adapters, a sequence that is too short or too long, or
-            one with an id that is not a token; or the model is one stage of a whole.
+            one with an id that is not a token; or the model is a stage or a share of a whole.
         DerivativeError: gradients of a model in FP8.
 
     >>> import weft
@@ -102,7 +102,7 @@ def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]
 
 
 _RULES: dict[str, Rule] = {
-    "model": (lambda own: isinstance(own, Model) and own.layout.num_stages == 1, "a whole model: weft.load(path)"),
+    "model": (lambda own: isinstance(own, Model) and own.is_whole, "a whole model: weft.load(path)"),
     "sequences": (
         lambda given: isinstance(given, list | tuple) and given and not all(isinstance(own, int) for own in given),
         "a list of sequences, each a string or a list of token ids",

@@ -137,7 +137,7 @@ class Speculation:
         """
         if self.config is None:
             return
-        vocab, place = model.config.vocab_size, (model.device, 1)
+        vocab, place = model.config.vocab_size, (model.device, True)
         own, extras = self.model.functions if isinstance(self.model, Model) else OWN, model.functions.extras
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
@@ -163,7 +163,7 @@ class Speculation:
                 "a draft model whose functions take no inputs of tokens: they go to the model alone",
             ),
             "the draft model": (
-                lambda own: not first or (isinstance(own, Model) and (own.device, own.layout.num_stages) == place),
+                lambda own: not first or (isinstance(own, Model) and (own.device, own.is_whole) == place),
                 f"weft.load(folder, {str(model.device)!r}), whole and beside {model!r}",
             ),
         }

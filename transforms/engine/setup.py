@@ -228,12 +228,15 @@ def make_runner(
         transport: of the pipeline; None: `Local()`.
 
     Raises:
-        ProgramError: more stages than layers, or a model that is not the part that runs here.
+        ProgramError: more stages than layers, or a model that is not the part that runs here, or a share of one.
         DescriptorError: an unknown mode.
     """
     ladder = model_ladder(mode, limits, model.functions)
     call, rules = f"make_runner(model, limits, num_stages={num_stages!r})", {"num_stages": stage_rule(model)}
     check_values(call, RULES | rules, {"transport": transport, "num_stages": num_stages}, ProgramError)
+    if model.shard[1] > 1:
+        instead = "weft.Engine, whose ranks share layers; or weft.load(path) without shard="
+        raise ProgramError(call, f"{model!r}", instead)
     transport = transport or Local()
     every = split_model(model.config, num_stages)
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))

@@ -10,7 +10,8 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values
 from weft.errors import RequestError
 from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
-from weft.stages.checkpoints.reading import digest_params, list_some, places, tensor_shapes
+from weft.stages.checkpoints.reading import Place, digest_params, list_some, places, tensor_shapes
+from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
@@ -71,11 +72,12 @@ class Weights:
         """
         check_values(call, {"params": _PARAMS}, {"params": given})
         if isinstance(given, DecoderParams):
-            here, given = _tensors(self.model.params), _tensors(given)
+            own, given = _tensors(self.model.params), _tensors(given)
+            here = {name: Place(x, Part(name, tuple(x.shape))) for name, x in own.items()}
             wrong, instead = here.keys() ^ given.keys(), f"parameters of the structure of {self.model!r}"
             where = "which either the model or the given parameters lack"
         else:
-            here = places(self.model.params, self.model.config, self.model.layout)
+            here = places(self.model.params, self.model.config, self.model.layout, self.model.shard)
             (whole,) = split_layers(self.model.config.num_layers, 1)
             wrong = given.keys() - here.keys() - tensor_shapes(self.model.config, whole).keys()
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
@@ -84,7 +86,7 @@ class Weights:
             raise RequestError(call, f"{list_some(sorted(map(str, wrong)))}, {where}", instead)
         new = {name: x for name, x in given.items() if name in here}
         check_values(call, {name: _like(here[name]) for name in new}, new)
-        return [(here[name], x.detach()) for name, x in new.items()]
+        return [(here[name].view, here[name].own(x.detach())) for name, x in new.items()]
 
     def digest(self, params: Any, adapters: Mapping[str, Adapter]) -> str:
         """One line about given parameters and adapters, to be equal on all ranks."""
@@ -122,7 +124,7 @@ class Weights:
                 own.copy_(new)
             for layout, params in self.stages:
                 for name, adapter in adapters.items():
-                    write_slot(params, self.model.config, layout, self.slots[name], adapter)
+                    write_slot(params, self.model.config, layout, self.slots[name], adapter, shard=self.model.shard)
         self.mark_seen()
 
 
@@ -130,15 +132,16 @@ def _tensors(params: DecoderParams) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
 
 
-def _like(own: Tensor) -> Rule:
-    """The rule of a tensor that replaces `own`: its shape, and, if one of them is in FP8, whose scales are other
-    tensors, its dtype."""
+def _like(place: Place) -> Rule:
+    """The rule of a tensor that replaces one of the checkpoint's: its shape, and, if one of them is in FP8, whose scales
+    are other tensors, its dtype."""
+    shape, dtype = place.part.stored_shape, place.view.dtype
 
     def fits(given: Tensor) -> bool:
-        scaled = torch.float8_e4m3fn in (own.dtype, given.dtype) or not given.is_floating_point()
-        return own.shape == given.shape and (not scaled or own.dtype == given.dtype)
+        scaled = torch.float8_e4m3fn in (dtype, given.dtype) or not given.is_floating_point()
+        return shape == given.shape and (not scaled or dtype == given.dtype)
 
-    return fits, f"{list(own.shape)}, {own.dtype}"
+    return fits, f"{list(shape)}, {dtype}"
 
 
 def make_weights(

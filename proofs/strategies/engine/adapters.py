@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from weft.stages.adapters import with_adapters
 from weft.stages.config import ModelConfig
-from weft.stages.layer_fields import adaptable
+from weft.stages.shares import adaptable
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_adapter

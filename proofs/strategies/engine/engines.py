@@ -15,7 +15,7 @@ from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.config import ModelConfig, parse_config
-from weft.stages.layer_fields import adaptable
+from weft.stages.shares import adaptable
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params

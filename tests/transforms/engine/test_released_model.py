@@ -115,8 +115,8 @@ def test_the_file_is_read_as_it_is(reference: Released, model: weft.Model) -> No
     assert [model.encode(prompt) for prompt in reference.prompts] == reference.ids
     assert [model.encode_chat(chat) for chat in CHATS] == reference.ids
     weights = reference.model.state_dict()
-    for name, ours in places(model.params, model.config, model.layout).items():
-        assert torch.equal(ours, weights[name]), name
+    for name, place in places(model.params, model.config, model.layout).items():
+        assert torch.equal(place.view, weights[name]), name
 
 
 @given(st.lists(st.sampled_from(SCRIPTS) | st.text(max_size=10), max_size=6).map("".join))

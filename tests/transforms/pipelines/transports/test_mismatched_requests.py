@@ -132,7 +132,7 @@ def run_kind(what: str) -> tuple[str, int]:
         if what == "update":
             whole = load(DEMO, "cpu")
             given = places(whole.params, whole.config, whole.layout)
-            engine.update({name: x * (1.5 if odd else 1.25) for name, x in given.items()})
+            engine.update({name: place.view * (1.5 if odd else 1.25) for name, place in given.items()})
         if what == "adapter of an update":
             engine.update(adapters={"one": new})
         for output in engine:

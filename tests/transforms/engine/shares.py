@@ -1,0 +1,178 @@
+"""Engines whose ranks share layers, beside one process: small models, the calls, and what they return."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+import weft
+from weft.batch import EMBEDDED
+from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter
+from weft.stages.config import ModelConfig, parse_config
+from weft.stages.layout import split_model
+from weft.stages.model import Model
+from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.shares import WHOLE, Shard, adaptable
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.pipelines.transports.distributed import Distributed
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
+
+SIZES: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "tied": {"architectures": ["Qwen2ForCausalLM"], "head_dim": None, "tie_word_embeddings": True},
+    "one kv head": {"num_key_value_heads": 1},
+    "biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
+    "windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "images": {},
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+    },
+}
+PROMPTS = ([1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3])
+LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=48, page_size=4, num_pages=40)
+
+
+def config_of(kind: str) -> ModelConfig:
+    fields = SIZES | KINDS[kind]
+    config = parse_config({name: x for name, x in fields.items() if x is not None}, source=kind)
+    if kind != "images":
+        return config
+    return attrs.evolve(config, rope=attrs.evolve(config.rope, mrope_section=(1, 1, 2)))
+
+
+def prompt_of(given: Any) -> Any:
+    """A prompt: token ids as they are, or an image between two texts."""
+    if isinstance(given, list):
+        return given
+    ids = [1, 2, 3, *[EMBEDDED] * 4, 5]
+    embeds = torch.randn(len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+    places = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 5], [0, 1, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 4, 3, 4, 5]])
+    return EmbedsPrompt(ids, embeds, places if given == "image" else None)
+
+
+def model_of(kind: str, stage: tuple[int, int] = (0, 1), shard: Shard = WHOLE, seed: int = 1, **kinds: Any) -> Model:
+    """A share of a random model, which is without a checkpoint."""
+    config = config_of(kind)
+    layout = split_model(config, stage[1])[stage[0]]
+    params = random_params(config, layout, seed=seed, device="cpu", dtype=torch.float32, std=0.3, shard=shard)
+    return Model(config, params, None, Path("a small model"), layout=layout, shard=shard, **kinds)
+
+
+def adapters_of(kind: str, seed: int = 0) -> dict[str, Adapter]:
+    """One adapter of attention alone, and one of all that can be adapted."""
+    config = config_of(kind)
+    names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
+    parts = {"attention": [name for name in names if "self_attn" in name], "all": names}
+    return {n: random_adapter(config, own, rank=2, seed=seed + i, std=0.3) for i, (n, own) in enumerate(parts.items())}
+
+
+def state_dict(kind: str, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of a random model, by transformers' names."""
+    from weft.stages.checkpoints.reading import places
+
+    model = model_of(kind, seed=seed)
+    return {name: place.view for name, place in places(model.params, model.config, model.layout).items()}
+
+
+@attrs.frozen
+class Asked:
+    """One engine and what is asked of it.
+
+    Args:
+        kind: of the model, one of `KINDS`.
+        options: the engine's.
+        requests: for all, and of each prompt.
+        model: options of the model.
+        adapters: whether requests have adapters.
+        updates: `params`, `adapters` or both, which change before the prompts are asked a second time.
+        twice: whether the prompts are asked a second time, which finds them in the prefix cache.
+        draft: whether a second model drafts.
+        beside: whether a second model reads beside, whose logits are subtracted.
+        masked: whether requests have masks.
+    """
+
+    kind: str = "qwen3"
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
+    limits: EngineLimits = LIMITS
+    model: Mapping[str, Any] = attrs.field(factory=dict)
+    prompts: tuple[Any, ...] = PROMPTS
+    adapters: bool = False
+    updates: tuple[str, ...] = ()
+    twice: bool = False
+    draft: bool = False
+    beside: bool = False
+    masked: bool = False
+
+
+def run(asked: Asked, model: Model, **split: Any) -> tuple[list[Any], Any]:
+    """The tokens, logprobs and prompt logprobs of each request, and the engine's counts."""
+    options: dict[str, Any] = dict(asked.options)
+    if asked.draft:
+        options["speculation"] = Speculation(2, model=model_of(asked.kind, seed=2))
+    if asked.beside:
+        model = model.with_stages(beside={"other": model_of(asked.kind, seed=3)}, logits=contrast)
+    adapters = adapters_of(asked.kind) if asked.adapters else None
+    engine = Engine(model, asked.limits, seed=0, num_logprobs=3, adapters=adapters, **options, **split)
+    found: list[Any] = []
+    for turn in range(2 if asked.twice or asked.updates else 1):
+        if turn and asked.updates:
+            engine.update(
+                state_dict(asked.kind, 4) if "params" in asked.updates else None,
+                adapters=adapters_of(asked.kind, 5) if "adapters" in asked.updates else None,
+            )
+        for index, prompt in enumerate(asked.prompts):
+            own = {"temperature": 0.0 if index % 2 else 1.0, "seed": index, "logprobs": 3} | dict(asked.sampling)
+            adapter = [None, "attention", "all"][(index + 1) % 3] if asked.adapters else None
+            mask = only_even if asked.masked else None
+            engine.add(
+                prompt_of(prompt), SamplingParams(**own), max_tokens=8, id=f"{turn} {index}", adapter=adapter, mask=mask
+            )
+        tracks = {output.id: output.track for output in engine}
+        found += [tracks[f"{turn} {index}"] for index in range(len(asked.prompts))]
+    stats = engine.stats()
+    counts = {name: getattr(stats, name) for name in ("tokens", "prefix_tokens", "preempted", "pages_held")}
+    return [(t.token_ids, t.logprobs, t.top_logprobs, t.prompt_logprobs) for t in found], counts
+
+
+def only_even(said: Any) -> list[int]:
+    return [token for token in range(37) if token % 2 == len(said) % 2]
+
+
+def contrast(logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return logits - 0.5 * extras["other"]
+
+
+def run_rank(every: Mapping[str, Asked], tensor: int) -> dict[str, Any]:
+    """A rank's part of each engine."""
+    torch.set_num_threads(1)
+    transport, found = Distributed(timeout=60), {}
+    stages = transport.num_ranks // tensor
+    for name, asked in every.items():
+        place = (transport.rank // tensor, stages), (transport.rank % tensor, tensor)
+        model = model_of(asked.kind, *place, **asked.model)
+        found[name] = run(asked, model, pipeline=stages, tensor=tensor, transport=transport)
+    transport.close()
+    return found

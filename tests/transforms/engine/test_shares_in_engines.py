@@ -1,0 +1,154 @@
+"""Engines whose ranks share layers do what one process does: `shares.py` has the engines, and what is asked of them."""
+
+import math
+from typing import Any
+
+import attrs
+import pytest
+import shares
+import torch
+from shares import LIMITS, PROMPTS, Asked, model_of, run, run_rank
+
+import weft
+from weft.errors import MeshError, ProgramError, RequestError
+from weft.ops.transfers.collective import Place, placed
+from weft.meshes.mesh import Mesh
+from weft.stages.adapters import reserve_slots, write_slot
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.setup import make_runner
+from weft.transforms.graphs.ladder import Limits
+from weft.transforms.pipelines.transports.launch import launch
+
+SMALL = attrs.evolve(LIMITS, num_pages=9)
+EVERY: dict[str, Asked] = {
+    "plain": Asked(),
+    "graphs": Asked(options={"graph": "full_and_piecewise"}),
+    "tied": Asked("tied"),
+    "one kv head": Asked("one kv head"),
+    "biases": Asked("biases"),
+    "experts": Asked("experts"),
+    "prompt logprobs": Asked(sampling={"prompt_logprobs": 2}, twice=True),
+    "prefixes": Asked(twice=True),
+    "no prefixes": Asked(twice=True, options={"prefix_caching": False}),
+    "preemption": Asked(limits=SMALL, prompts=PROMPTS * 2),
+    "fp8 cache": Asked(model={"kv_dtype": torch.float8_e4m3fn}),
+    "masks": Asked(masked=True),
+    "penalties": Asked(sampling={"repetition_penalty": 1.3, "min_p": 0.05, "logit_bias": {3: 2.0}, "n": 1}),
+    "adapters": Asked(adapters=True),
+    "adapters of biases": Asked("biases", adapters=True, options={"graph": "full"}),
+    "adapters of experts": Asked("experts", adapters=True),
+    "adapters of one kv head": Asked("one kv head", adapters=True),
+    "windows": Asked("windows", prompts=(list(range(20)), *PROMPTS)),
+    "images": Asked("images", prompts=(*PROMPTS, "image", "image without positions"), twice=True),
+    "update": Asked(updates=("params",)),
+    "update of tied": Asked("tied", updates=("params",)),
+    "update of biases": Asked("biases", updates=("params",)),
+    "update of experts": Asked("experts", updates=("params",)),
+    "update of adapters": Asked(adapters=True, updates=("params", "adapters"), options={"graph": "full"}),
+    "lookup": Asked(options={"speculation": Speculation(2, ngram=(1, 2))}),
+    "draft model": Asked(draft=True),
+    "beside": Asked(beside=True),
+    "run ahead": Asked(options={"run_ahead": 3, "graph": "full"}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {name: run(asked, model_of(asked.kind, **asked.model)) for name, asked in EVERY.items()}
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (2, 4)], ids=["tp 2", "tp 2 x pp 2"])
+def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    tensor, ranks = request.param
+    return launch(run_rank, ranks, EVERY, tensor, timeout=120)
+
+
+def flat(values: Any) -> list[float]:
+    """All numbers of a tree of logprobs."""
+    if isinstance(values, dict):
+        return [x for key in sorted(values) for x in flat(values[key])]
+    return [x for own in values for x in flat(own)] if isinstance(values, list | tuple) else [float(values)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_ranks_that_share_layers_say_what_one_process_says(
+    name: str, alone: dict[str, Any], shared: list[dict[str, Any]]
+) -> None:
+    wanted, counts = alone[name]
+    for rank, every in enumerate(shared):
+        found, own_counts = every[name]
+        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted], f"rank {rank}"
+        if rank == 0:  # pages and preemptions differ where stages are several
+            assert own_counts["pages_held"] == counts["pages_held"] == 0
+        for own, other in zip(found, wanted, strict=True):
+            pairs = zip(flat([own[1], own[3]]), flat([other[1], other[3]]), strict=True)
+            assert all(math.isclose(x, y, abs_tol=2e-4, rel_tol=1e-4) for x, y in pairs)
+        assert found == shared[0][name][0], "all ranks return the same bits"
+
+
+@pytest.mark.slow
+def test_what_is_asked_comes_about(alone: dict[str, Any]) -> None:
+    """Pages are found, requests are preempted, and updates and adapters change what follows."""
+    assert alone["prefixes"][1]["prefix_tokens"] > 0 == alone["no prefixes"][1]["prefix_tokens"]
+    assert alone["preemption"][1]["preempted"] > 0
+    tokens = {name: [own[0] for own in found] for name, (found, _) in alone.items()}
+    assert tokens["plain"] != tokens["adapters"] != tokens["update of adapters"]
+    assert tokens["update"] != tokens["prefixes"]
+    assert tokens["plain"] == tokens["lookup"] == tokens["draft model"] == tokens["run ahead"] != tokens["beside"]
+
+
+# What a share cannot do is refused
+
+
+def test_a_share_by_itself_is_refused() -> None:
+    share = model_of("qwen3", shard=(1, 2))
+    assert "share 1 of 2" in repr(share)
+    with pytest.raises(RequestError, match=r"weft.logprobs(.|\n)*share 1 of 2(.|\n)*a whole model"):
+        weft.logprobs(share, [[1, 2, 3]])
+    with pytest.raises(ProgramError, match=r"a part of the head, <Model .*share 1 of 2"):
+        share.logits(torch.zeros(1, 32))
+    with pytest.raises(
+        ProgramError, match=r"make_runner(.|\n)*share 1 of 2(.|\n)*weft.Engine, whose ranks share layers"
+    ):
+        make_runner(share, Limits(2, 8))
+    with pytest.raises(ProgramError, match=r"beside=\{'other'(.|\n)*share 1 of 2"):
+        model_of("qwen3").with_stages(beside={"other": share})
+    with pytest.raises(RequestError, match=r"the draft model(.|\n)*share 1 of 2(.|\n)*whole and beside"):
+        weft.Engine(model_of("qwen3"), LIMITS, speculation=Speculation(2, model=share))
+    with pytest.raises(ProgramError, match=r"Distributed\(\), and weft.load\(path, shard=\(index, 2\)\)"):
+        weft.Engine(share, LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "one kv head", "biases"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_shares_of_an_adapter_add_up_to_it(kind: str, num_ranks: int) -> None:
+    """The products `b @ a` of the shares, put together by rows and summed where each has columns of its own."""
+    whole, adapter = model_of(kind), shares.adapters_of(kind)["all"]
+    if num_ranks > whole.config.num_kv_heads and kind == "biases":
+        pytest.skip("two ranks hold the same head")
+    found = []
+    for rank in range(num_ranks):
+        own = model_of(kind, shard=(rank, num_ranks))
+        kept = {"num_slots": 2, "rank": 2, "shard": own.shard}
+        params = reserve_slots(own.params, own.config, own.layout, **kept)  # type: ignore[arg-type]
+        write_slot(params, own.config, own.layout, 1, adapter, shard=own.shard)
+        found.append(params.layers[0].lora)
+    name = "model.layers.0."
+    a, b = adapter.deltas[f"{name}self_attn.o_proj"]
+    total = sum(own.o.b[1] @ pad(own.o.a[1, 0], rank, num_ranks) for rank, own in enumerate(found) if own.o)
+    torch.testing.assert_close(total, b @ a)
+    a, b = adapter.deltas[f"{name}mlp.up_proj"]
+    rows = [own.gate_up.b[1][own.gate_up.starts[1] :] @ own.gate_up.a[1, 1] for own in found if own.gate_up]
+    torch.testing.assert_close(torch.cat(rows), b @ a)
+    a, b = adapter.deltas[f"{name}self_attn.q_proj"]
+    rows = [own.qkv.b[1][: own.qkv.starts[1]] @ own.qkv.a[1, 0] for own in found if own.qkv]
+    torch.testing.assert_close(torch.cat(rows), b @ a)
+
+
+def pad(part: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """Columns with zeros where other ranks have theirs."""
+    columns = torch.zeros(part.shape[0], num_ranks, part.shape[1])
+    columns[:, rank] = part
+    return columns.flatten(1)
