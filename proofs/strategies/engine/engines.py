@@ -15,10 +15,10 @@ from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.config import ModelConfig, parse_config
-from weft.stages.shares import adaptable
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.shares import adaptable
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.graphs.ladder import MODES

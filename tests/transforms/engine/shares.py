@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 
-import weft
 from weft.batch import EMBEDDED
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter

@@ -19,9 +19,9 @@ from weft.proofs.checks.engine_machine import EngineMachine
 from weft.proofs.strategies.engine.drafts import Drafts
 from weft.proofs.strategies.engine.engines import VOCABULARY, Half
 from weft.stages.adapters import Adapter
-from weft.stages.shares import adaptable
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
+from weft.stages.shares import adaptable
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.graphs.ladder import MODES

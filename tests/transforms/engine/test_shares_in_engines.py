@@ -10,11 +10,9 @@ import torch
 from shares import LIMITS, PROMPTS, Asked, model_of, run, run_rank
 
 import weft
-from weft.errors import MeshError, ProgramError, RequestError
-from weft.ops.transfers.collective import Place, placed
-from weft.meshes.mesh import Mesh
+from weft.errors import ProgramError, RequestError
 from weft.stages.adapters import reserve_slots, write_slot
-from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.setup import make_runner
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.transports.launch import launch

@@ -75,6 +75,7 @@ class Agreement:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._chain, self._count = "", 0
+        self._step, self._digest = 0, ""  # of the step under way
         self._entries: deque[tuple[str, str]] = deque(maxlen=_MAX_ENTRIES)
         self._states: dict[int, JournalState] = {}
         self._programs: dict[str, CheckedPrograms] = {}
@@ -96,10 +97,15 @@ class Agreement:
         self._programs[checked.digest] = checked
         if len(self._programs) > _MAX_PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        state = JournalState(step, self._count, self._chain, checked.digest)
+        self._step, self._digest = step, checked.digest
+        state = self._now
         self._states = {mb: found for mb, found in self._states.items() if mb >= first}
         for mb in range(first, first + checked.num_microbatches):
             self._states.setdefault(mb, state)
+
+    @property
+    def _now(self) -> JournalState:
+        return JournalState(self._step, self._count, self._chain, self._digest)
 
     def end(self) -> None:
         """Note that no message is under way: the next step numbers its micro-batches anew."""
@@ -114,32 +120,31 @@ class Agreement:
             returns: whether the message is an output that returns to all ranks.
         """
         state = self._states[microbatch]
-        header: dict[str, Any] = {"mb": microbatch, "returns": returns, "count": state.count, "chain": state.chain}
-        header["programs"] = state.digest
-        header |= self._new_entries(peer, state)
+        return {"mb": microbatch, "returns": returns} | self._state_header(peer, state)
+
+    def _state_header(self, peer: int, state: JournalState) -> dict[str, Any]:
+        """The part of a header that tells a rank the state of this one's journal, with what it does not know of it: new
+        entries, and the text of the programs."""
+        header: dict[str, Any] = {"count": state.count, "chain": state.chain, "programs": state.digest}
+        known, kept = self._known_counts.get(peer, 0), self._count - len(self._entries)
+        if known < state.count:
+            first = max(known, kept)
+            self._known_counts[peer] = state.count
+            header["new"] = [first, [self._entries[i - kept] for i in range(first, state.count)]]
         texts = self._known_texts.setdefault(peer, deque(maxlen=_MAX_PROGRAMS // 2))
-        if state.digest not in texts:
+        if state.digest in self._programs and state.digest not in texts:
             header["text"] = self._programs[state.digest].text
             texts.append(state.digest)
         return header
 
-    def _new_entries(self, peer: int, state: JournalState) -> dict[str, Any]:
-        """The part of a header that tells a rank the entries that it does not know."""
-        known, kept = self._known_counts.get(peer, 0), self._count - len(self._entries)
-        if known >= state.count:
-            return {}
-        first = max(known, kept)
-        self._known_counts[peer] = state.count
-        return {"new": [first, [self._entries[i - kept] for i in range(first, state.count)]]}
-
     def meet(self, effect: str, number: int) -> Meeting:
         """A collective in which this rank takes part, and the state of its journal there."""
-        return Meeting(JournalState(0, self._count, self._chain, ""), effect, number)
+        return Meeting(self._now, effect, number)
 
     def meeting_header(self, peer: int, met: Meeting) -> dict[str, Any]:
         """The header of this rank's tensor for a collective."""
-        header = {"collective": met.effect, "number": met.number, "count": met.state.count, "chain": met.state.chain}
-        return header | self._new_entries(peer, met.state)
+        header = {"collective": met.effect, "number": met.number, "step": met.state.step}
+        return header | self._state_header(peer, met.state)
 
     def expect(self, microbatch: int, returns: bool) -> Expected:
         """The header that a message which this rank is about to receive must have."""
@@ -169,12 +174,22 @@ class Agreement:
         there, instead = header.get("collective", "a message of a stage"), _SAME_CALLS
         if (header["count"], header["chain"]) != (state.count, state.chain):
             seen = self._entries_seen(state, peer, header)
-        elif (here, getattr(expected, "number", None)) != (there, header.get("number")):
-            seen = f"rank {peer} is at '{there}'" + ", a later or an earlier one" * (here == there)
+        elif isinstance(expected, Meeting) and "collective" in header and header["programs"] != state.digest:
+            seen, instead = self._programs_seen(state, peer, header), SAME
+        elif self._place_of(expected) != (there, header.get("number"), header.get("step")):
+            seen = f"rank {peer} is at '{there}'"
+            if here == there:
+                theirs, (_, number, step) = (header["number"], header["step"]), self._place_of(expected) or ("", 0, 0)
+                seen += f", number {theirs[0]} in its step {theirs[1]}, and this is number {number} in step {step}"
             instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
         else:
             return
         raise ProgramError(f"rank {self.rank}: '{here}'", seen, instead)
+
+    @staticmethod
+    def _place_of(expected: "Expected | Meeting") -> tuple[str, int, int] | None:
+        """A collective, its number and its step."""
+        return (expected.effect, expected.number, expected.state.step) if isinstance(expected, Meeting) else None
 
     def _entries_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
         """The first entry that differs, here and there."""

@@ -82,8 +82,8 @@ REST: dict[str, str] = {
 }
 
 
-def model_of(rank: int, what: str) -> Model:
-    model = load(DEMO, "cpu", stage=(rank, 2))
+def model_of(rank: int, what: str, split: str = "pipeline") -> Model:
+    model = load(DEMO, "cpu", stage=(rank, 2)) if split == "pipeline" else load(DEMO, "cpu", shard=(rank, 2))
     if what == "weights" and rank == 1:
         model.params.layers[0].o_proj[:] += 0.01
     if what == "configuration" and rank == 1:
@@ -110,24 +110,26 @@ def ask(engine: Engine, what: str, odd: bool) -> None:
         engine.add(PROMPT, max_tokens=2, id="more")
 
 
-def run_all(kinds: list[str]) -> list[tuple[str, int]]:
-    """For each kind, the words of this rank's error, and the number of tokens that it returned."""
+def run_all(kinds: list[str], split: str) -> list[tuple[str, int]]:
+    """For each kind, the words of this rank's error, and the number of tokens that it returned. The two ranks are
+    stages of a `pipeline`, or share layers (`tensor`)."""
     torch.set_num_threads(1)
-    return [run_kind(what) for what in kinds]
+    return [run_kind(what, split) for what in kinds]
 
 
-def run_kind(what: str) -> tuple[str, int]:
+def run_kind(what: str, split: str) -> tuple[str, int]:
     transport = Distributed(timeout=10)
     odd, returned = transport.rank == 1, 0
     options: dict[str, Any] = {"graph": "none", "seed": 3, "limits": EngineLimits(max_num_reqs=4, max_model_len=32)}
     if odd and what in ENGINES:
         options |= ENGINES[what][0]
     try:
-        model = model_of(transport.rank, what)
+        model = model_of(transport.rank, what, split)
         names, other = ["model.layers.0.self_attn.q_proj"], odd and "adapter" in what
         own, new = (random_adapter(model.config, names, rank=2, seed=seed, std=0.1) for seed in (1, 2 + other))
         adapter = new if other and what == "adapter's values" else own
-        engine = Engine(model, pipeline=2, transport=transport, adapters={"one": adapter}, **options)
+        options[split] = 2
+        engine = Engine(model, transport=transport, adapters={"one": adapter}, **options)
         ask(engine, what, odd)
         if what == "update":
             whole = load(DEMO, "cpu")
@@ -165,15 +167,42 @@ def run_on_a_device(differs: bool) -> list[str]:
 KINDS = {what: said for table in (REQUESTS, ENGINES) for what, (_, said) in table.items()} | REST
 
 
+def errors_of(split: str) -> dict[str, list[tuple[str, int]]]:
+    kinds = ["nothing", *KINDS]
+    return {what: list(each) for what, *each in zip(kinds, *launch(run_all, 2, kinds, split, timeout=120), strict=True)}
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[tuple[str, int]]]:
-    kinds = ["nothing", *KINDS]
-    return {what: list(each) for what, *each in zip(kinds, *launch(run_all, 2, kinds, timeout=120), strict=True)}
+    return errors_of("pipeline")
+
+
+@pytest.fixture(scope="module")
+def found_by_shares() -> dict[str, list[tuple[str, int]]]:
+    return errors_of("tensor")
 
 
 @pytest.mark.slow
-def test_ranks_that_are_asked_for_the_same_agree(found: dict[str, Any]) -> None:
-    assert found["nothing"] == [("no error", 6)] * 2
+def test_ranks_that_are_asked_for_the_same_agree(found: dict[str, Any], found_by_shares: dict[str, Any]) -> None:
+    assert found["nothing"] == found_by_shares["nothing"] == [("no error", 6)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", KINDS)
+def test_ranks_that_share_layers_find_what_differs_at_their_first_collective(
+    what: str, found_by_shares: dict[str, Any]
+) -> None:
+    """Each rank compares the other's journal; one of them may hear first that the other has failed."""
+    texts = [text for text, _ in found_by_shares[what]]
+    assert [returned for _, returned in found_by_shares[what]] == [0, 0]
+    assert any(text.startswith("ProgramError: rank ") for text in texts)
+    for rank, text in enumerate(texts):
+        differs = KINDS[what].partition("', where rank")[0].strip("'")
+        assert differs in text or text.startswith(f"RankError: rank {rank}")
+        assert f", where rank {1 - rank} has '" in text or f", where rank {rank} has '" in text
+        if text.startswith("ProgramError"):
+            assert text.splitlines()[0].startswith(f"ProgramError: rank {rank}: 'all_reduce sum among 0, 1 [mb 0]: x[")
+            assert text.endswith("instead: the same calls with the same arguments, in the same order, on every rank")
 
 
 @pytest.mark.slow

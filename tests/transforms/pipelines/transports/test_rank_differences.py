@@ -9,6 +9,8 @@ import torch
 from ranks import advance, scale, told
 
 from weft.effects import Schema
+from weft.meshes.mesh import Mesh
+from weft.ops.transfers.collective import all_gather, all_reduce
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
@@ -152,3 +154,93 @@ def test_a_rank_in_another_program_is_named() -> None:
     assert first.startswith(
         "RankError: rank 0: 'broadcast from 1 [mb 0]'\n  saw: rank 1 failed at 'recv from 0 [mb 0]'"
     )
+
+
+# Ranks that share a stage
+
+
+def reduces_and_gathers(p: Any, s: Any, batch: Any, x: Any) -> Any:
+    y = all_reduce(batch * p, "tensor")
+    return s + y.sum(), all_gather(y[:, None], "tensor", dim=1).sum(1)
+
+
+def gathers_and_reduces(p: Any, s: Any, batch: Any, x: Any) -> Any:
+    y = all_gather((batch * p)[:, None], "tensor", dim=1).sum(1)
+    return s + y.sum(), all_reduce(y, "tensor")
+
+
+def reduces_maxima(p: Any, s: Any, batch: Any, x: Any) -> Any:
+    return s, all_reduce(batch * p, "tensor", reduce_op="max")
+
+
+def reduces_sums(p: Any, s: Any, batch: Any, x: Any) -> Any:
+    return s, all_reduce(batch * p, "tensor")
+
+
+def reduces(times: dict[str, int], p: Any, s: Any, batch: Any, x: Any) -> Any:
+    for _ in range(times["times"]):
+        batch = all_reduce(batch * p, "tensor")
+    return s, batch
+
+
+def meet(what: str) -> str:
+    """Take two steps in which rank 1 has something else than the others. Unless a stage's source differs, what differs
+    is a tensor or other value that no digest covers."""
+    torch.set_num_threads(1)
+    transport = Distributed(timeout=5)
+    mine, p = transport.rank == 1, torch.ones(1 if what in ("microbatches", "batch") else 4)
+    stage: Callable[..., Any] = reduces_and_gathers
+    if what == "order":
+        stage = gathers_and_reduces if mine else reduces_and_gathers
+    elif what == "reduce_op":
+        stage = reduces_maxima if mine else reduces_sums
+    elif what in ("one more", "one less"):
+        stage = partial(reduces, Hidden(times=2 + mine if what == "one more" else 2 - mine))
+    if what == "shape" and mine:
+        p = torch.ones(4, 4)
+        stage = reduces_sums
+    elif what == "shape":
+        stage = reduces_sums
+    elif what == "dtype" and mine:
+        p = p.double()
+    mesh = Mesh(tensor=transport.num_ranks)
+    made = pipeline([stage], microbatches=2 if mine and what == "microbatches" else 1, transport=transport, mesh=mesh)
+    said = []
+    for number in range(2):
+        batch = torch.arange(5.0 if mine and what == "batch" else 4.0)
+        if what == "calls":
+            transport.assert_equal("the number", f"{number + (mine and number == 1)}")
+        said.append(told(lambda: made([p], [torch.zeros(())], batch)))
+    return said[0] if said[0] != "no error" else said[1]
+
+
+class Hidden(dict[str, int]):
+    """A dict that a digest of sources takes for one without entries, as it takes tensors."""
+
+    def items(self) -> Any:
+        return ()
+
+
+MEETINGS = {
+    "order": ("'stage 0: reduces_and_gathers", "'stage 0: gathers_and_reduces"),
+    "reduce_op": ("'stage 0: reduces_sums", "'stage 0: reduces_maxima"),
+    "shape": ("all_reduce sum among 0, 1 [mb 0]: x[4] float32", "all_reduce sum among 0, 1 [mb 0]: x[4, 4] float32"),
+    "dtype": ("all_reduce sum among 0, 1 [mb 0]: x[4] float32", "all_reduce sum among 0, 1 [mb 0]: x[4] float64"),
+    "one more": ("number 3 in step 2", "number 3 in step 1"),
+    "one less": ("number 2 in step 1", "number 2 in step 2"),
+    "microbatches": ("'mb 0: [4] float32", "'mb 0: [2] float32"),
+    "batch": ("'mb 0: [4] float32", "'mb 0: [5] float32"),
+    "calls": ("'the number: 1'", "'the number: 2'"),
+}
+"""What the errors of rank 0 and rank 1 say of themselves or of the other."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", MEETINGS)
+def test_what_differs_between_ranks_that_share_a_stage_is_named_by_both(what: str) -> None:
+    found = launch(meet, 2, what, timeout=20)
+    assert any(text.startswith("ProgramError") for text in found)
+    for text, (own, other) in zip(found, (MEETINGS[what], MEETINGS[what][::-1]), strict=True):
+        said = text.replace("its step", "step")
+        assert own in said
+        assert other in said
