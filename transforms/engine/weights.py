@@ -133,8 +133,8 @@ def _tensors(params: DecoderParams) -> dict[str, Tensor]:
 
 
 def _like(place: Place) -> Rule:
-    """The rule of a tensor that replaces one of the checkpoint's: its shape, and, if one of them is in FP8, whose scales
-    are other tensors, its dtype."""
+    """The rule of a tensor for a place: the checkpoint's shape, and, if one of them is in FP8, whose scales are other
+    tensors, the place's dtype."""
     shape, dtype = place.part.stored_shape, place.view.dtype
 
     def fits(given: Tensor) -> bool:

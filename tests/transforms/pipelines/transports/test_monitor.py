@@ -11,6 +11,9 @@ from hypothesis import given, strategies as st
 from ranks import advance, scale
 
 from weft.errors import ProgramError, RankError
+from weft.meshes.collectives import AllReduce
+from weft.meshes.mesh import Mesh
+from weft.proofs.failures import make_pipeline
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports import monitor as monitor_module
@@ -18,6 +21,7 @@ from weft.transforms.pipelines.transports.failures import Clock, Failure
 from weft.transforms.pipelines.transports.monitor import BEGIN, Monitor
 from weft.transforms.pipelines.transports.network import Secret
 from weft.transforms.pipelines.transports.records import Exit, Liveness, Position, Records, write_exit
+from weft.transforms.pipelines.transports.threads import Threads
 from weft.transforms.pipelines.transports.watchdog import Watchdog
 
 SECRET = Secret.fresh()
@@ -125,6 +129,78 @@ def test_a_rank_that_is_steps_behind_is_followed_by_the_plan_of_its_step() -> No
         assert three[0]._find_stalled(peer, "no progress").rank == 1
     found = three[0]._find_stalled(2, "no progress")
     assert found.instruction == "send to 2 [mb 0]"
+
+
+SUM = AllReduce((0, 1, 2))
+
+
+def in_a_mesh(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -> list[Monitor]:
+    """Ranks that are about to run a stage that all of them share."""
+    made = pipeline([scale], transport=Threads(), mesh=Mesh(tensor=num_ranks))
+    checked, found = CheckedPrograms(make_pipeline(1).programs(1), mesh=made.mesh), monitors(num_ranks, timeout, clock)
+    for monitor in found:
+        monitor.begin(checked)
+        monitor.move_to(0, "run stage 0 [mb 0]")
+    return found
+
+
+def test_who_has_left_a_collective_is_not_late_to_it() -> None:
+    """Rank 2 has been in the collective, and is in its run; rank 1 has not come; rank 0 waits."""
+    three = in_a_mesh(3)
+    with three[2].at_collective(SUM, 1):
+        pass
+    assert (three[2].here.instruction, three[2].here.meetings) == ("run stage 0 [mb 0]", 1)
+    with three[0].at_collective(SUM, 1):
+        for peer in (0, 1):
+            assert three[0]._find_stalled(peer, "no progress").rank == 1
+        with three[1].at_collective(SUM, 1):
+            assert three[0]._find_stalled(1, "no progress").rank == 1, "whose tensor does not come"
+        with three[2].at_collective(SUM, 2):
+            assert three[2]._find_stalled(0, "no progress").rank == 0, "which waits for nobody: all came to it"
+
+
+def test_a_rank_that_fails_in_a_collective_is_there() -> None:
+    one, two = in_a_mesh(2)
+    with pytest.raises(ValueError, match="no"), one.at_collective(AllReduce((0, 1)), 3):
+        raise ValueError("no")
+    one.fail(ValueError("no"))
+    with pytest.raises(RankError) as error, two.at_collective(AllReduce((0, 1)), 4):
+        two.raise_failure()
+    assert error.value.instruction == "all_reduce sum among 0, 1 [mb 0], number 3"
+    assert str(error.value).startswith("rank 1: 'all_reduce sum among 0, 1 [mb 0], number 4'")
+
+
+def test_a_member_that_stopped_in_a_collective_is_blamed() -> None:
+    """All three are in it, and rank 1 beats no longer; rank 0 waits for rank 2, which waits for rank 1."""
+    time = FakeTime()
+    three = in_a_mesh(3, 1, time.clock)
+    watchdogs = beating([three[0], three[2]], time)
+    Watchdog(three[1], three[1].records, None).look()
+    with three[0].at_collective(SUM, 1), three[1].at_collective(SUM, 1), three[2].at_collective(SUM, 1):
+        for _ in range(20):
+            three[0].liveness.observe(three[0].records, range(3))
+            time.sleep(0.1)
+        found = three[0]._find_stalled(2, "no progress")
+    assert (found.rank, found.instruction) == (1, f"{SUM}, number 1")
+    assert found.cause == "no progress: its process ended, or was stopped"
+    assert len(watchdogs) == 2
+
+
+def test_a_rank_that_is_not_in_a_collective_waits_for_what_its_members_find() -> None:
+    """Rank 0 waits for rank 1, which is in a collective with rank 2 and waits for its tensor."""
+    time = FakeTime()
+    three = in_a_mesh(3, 1, time.clock)
+    with three[1].at_collective(AllReduce((1, 2)), 1), three[2].at_collective(AllReduce((1, 2)), 1):
+        time.meanwhile.append(lambda: late_report(three[1], time))
+        error = three[0].explain(1, "no progress")
+    assert (error.rank, error.cause) == (2, "no tensor")
+    assert 0.5 <= time.now < 1
+
+
+def late_report(monitor: Monitor, time: FakeTime) -> None:
+    """Half a second later, a member finds that rank 2 is late."""
+    if time.now >= 0.5:
+        monitor.write_failure(Failure(2, "all_reduce", "no tensor"))
 
 
 def test_a_rank_that_stopped_is_blamed_for_a_message_that_had_not_left_it() -> None:
