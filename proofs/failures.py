@@ -170,9 +170,10 @@ class Failing(Worker):
 
     def perform(self, effect: Effect, link: Link) -> None:
         if self.count == self.case.index:
-            if self.case.collective is None:
+            if (place := self.case.collective) is None:
                 fail(self.case, self.folder)
-            self._plant(self.case.collective, link)
+            else:
+                self._plant(place, link)
         self.count += 1
         super().perform(effect, link)
 
@@ -183,10 +184,11 @@ class Failing(Worker):
 
         def failing(*given: Any) -> torch.Tensor:
             now = next(count) == place.index
-            made = perform(*given) if place.moment == "after" or not now else None
+            if now and place.moment != "after":
+                fail(self.case, self.folder)
+            made: torch.Tensor = perform(*given)
             if now:
                 fail(self.case, self.folder)
-            assert made is not None, "a rank that failed does not go on"
             return made
 
         owner.perform = failing

@@ -274,8 +274,8 @@ class Model:
         call, size = f"model.logits(hidden: {kind_of(hidden)})", self.config.hidden_size
         if self.params.norm is None or self.shard[1] > 1:
             instead, part = "the whole model's: weft.load(path).logits(hidden)", "a stage without a head"
-            seen = part if self.params.norm is None else "a part of the head"
-            raise ProgramError(call, f"{seen}, {self!r}", instead)
+            held = part if self.params.norm is None else "a part of the head"
+            raise ProgramError(call, f"{held}, {self!r}", instead)
         if not isinstance(cast(Any, hidden), Tensor) or hidden.shape[-1:] != (size,):
             seen = list(hidden.shape) if isinstance(cast(Any, hidden), Tensor) else kind_of(hidden)
             raise ProgramError(call, f"hidden states {seen}", f"a tensor [..., {size}]")

@@ -203,7 +203,7 @@ def stream(url: str, **body: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--pp", "2")])
+@pytest.mark.parametrize("flags", [(), ("--pp", "2"), ("--tp", "2")])
 def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) -> None:
     with serving(*flags) as (process, url), stream(url, max_tokens=480, n=4) as found:
         assert found.readline().startswith(b"data: ")
@@ -247,9 +247,9 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the rank's process in /proc")
-@pytest.mark.parametrize("is_busy", [True, False])
-def test_a_rank_that_dies_ends_the_server_and_is_named(is_busy: bool) -> None:
-    with serving("--pp", "2", "--timeout", "4") as (process, url):
+@pytest.mark.parametrize(("is_busy", "split"), [(True, "--pp"), (False, "--pp"), (True, "--tp"), (False, "--tp")])
+def test_a_rank_that_dies_ends_the_server_and_is_named(is_busy: bool, split: str) -> None:
+    with serving(split, "2", "--timeout", "4") as (process, url):
         own = [
             pid for pid in descendants(process.pid) if b"http_process" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]

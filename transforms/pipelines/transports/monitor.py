@@ -14,9 +14,10 @@ from typing import Any
 
 import attrs
 
-from weft.effects import Collective, parse_effect
+from weft.effects import Collective, Run, parse_effect
 from weft.errors import RankError
 from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.lanes import lane_rank
 from weft.transforms.pipelines.transports.failures import Clock, Failure, blockers, culprit, described
 from weft.transforms.pipelines.transports.records import START, Liveness, Position, Records
 
@@ -300,7 +301,24 @@ class Monitor:
             0 if a < 0 else count if a > 0 or place.instruction == SYNC else min(place.index, count)
             for a, place, count in zip(ahead, places, counts, strict=True)
         ]
-        return blockers(checked.programs, at, rank, CAPACITY, silent)
+        found = blockers(checked.programs, at, rank, CAPACITY, silent)
+        return found if found or rank in silent else self._late_members(checked, rank, here, silent)
+
+    def _late_members(
+        self, checked: CheckedPrograms, rank: int, here: Position, silent: Collection[int]
+    ) -> Sequence[int]:
+        """The ranks that share a stage with a rank whose device runs it, and have not yet launched that run themselves,
+        or have stopped."""
+        effects, hosts = checked.programs[rank].effects, [self.records.position(r) for r in range(self.num_ranks)]
+        if checked.mesh is None or not here.index < len(effects) or not isinstance(effects[here.index], Run):
+            return ()
+        reached = [(place.step, len(effects) if place.instruction == SYNC else place.index) for place in hosts]
+        if reached[rank] <= (here.step, here.index):  # its host itself is at that run
+            return ()
+        stage = lane_rank(checked.mesh, rank)
+        members = [r for r in checked.mesh if lane_rank(checked.mesh, r) == stage and r != rank]
+        late = [r for r in members if reached[r] <= (here.step, here.index)]
+        return sorted(late, key=lambda r: reached[r]) or [r for r in members if r in silent]
 
     def connect_together(self, connect: Callable[[], None], timeout: float) -> None:
         """Call a function that all ranks call together. It runs in a thread, since it may not return if a rank has

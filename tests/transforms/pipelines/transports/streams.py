@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.effects import Collective
+from weft.meshes.collectives import combine
 from weft.proofs import failures
 from weft.transforms.pipelines.transports import distributed
 from weft.transforms.pipelines.transports.messages import DeviceEnd
@@ -34,7 +36,7 @@ class StreamEnd:
         self.monitor, self.closing = monitor, closing
         store: Any = monitor.records.store
         self.store = store.clone()
-        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.counts = {way: [0] * monitor.num_ranks for way in ("send", "recv")}
         self.aborted = threading.Event()
         threading.Thread(target=self._work, daemon=True).start()
@@ -64,6 +66,19 @@ class StreamEnd:
                 tensor.reshape(-1).view(torch.uint8).copy_(part)
 
         self.tasks.put(receive)
+
+    def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
+        every, own = [torch.empty_like(x) for _ in effect.ranks], effect.ranks.index(self.monitor.rank)
+        for peer in effect.ranks:
+            if peer != self.monitor.rank:
+                self.send([x], peer, 0)
+        self.tasks.put(lambda: every[own].copy_(x))
+        for place, peer in enumerate(effect.ranks):
+            if peer != self.monitor.rank:
+                self.recv([every[place]], peer, 0)
+        out = combine(effect, every)[own].clone()
+        self.tasks.put(lambda: out.copy_(combine(effect, every)[own]))
+        return out
 
     def _key(self, way: str, peer: int) -> str:
         self.counts[way][peer] += 1

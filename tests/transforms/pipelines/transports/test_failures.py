@@ -12,11 +12,23 @@ import torch
 from ranks import scale
 from streams import run_rank, run_slowly_closing_rank
 
-from weft.proofs.failures import STEPS, WAYS, Case, cases, cases_at_any_time, make_pipeline, run_case
+from weft.proofs.failures import (
+    MESHES,
+    MOMENTS,
+    STEPS,
+    WAYS,
+    Case,
+    cases,
+    cases_at_any_time,
+    cases_of_meshes,
+    make_pipeline,
+    run_case,
+)
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.failures import Failure, blockers, culprit
 
 ALL = list(cases())
+IN_MESHES = list(cases_of_meshes())
 
 
 def test_the_cases_are_every_place_in_every_way() -> None:
@@ -29,6 +41,20 @@ def test_the_cases_are_every_place_in_every_way() -> None:
     kinds = {case.instruction.split()[0] for case in ALL}
     assert kinds == {"run", "send", "recv", "broadcast", "fence", "its"}
     assert max(case.step for case in ALL) < STEPS - 1  # a failure at the end of a step is noticed in the next one
+
+
+def test_the_cases_of_meshes_are_every_place_in_every_way_and_every_moment_of_a_collective() -> None:
+    places = {(case.mesh, case.rank, case.index, case.collective) for case in IN_MESHES}
+    assert len(IN_MESHES) == len(set(IN_MESHES)) == 2 * len(WAYS) * len(places)
+    for mesh in MESHES:
+        programs = make_pipeline(mesh.num_ranks, mesh=mesh).programs(2)
+        own = [case for case in IN_MESHES if case.mesh == mesh]
+        seen = {(case.rank, case.index, case.instruction) for case in own if case.collective is None}
+        assert seen == {(p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))}
+        inside = [case for case in own if case.collective]
+        assert {case.collective.moment for case in inside if case.collective} == set(MOMENTS)
+        runs = {(p.rank, i) for p in programs for i, e in enumerate(p.effects) if str(e).startswith("run stage")}
+        assert {(case.rank, case.index) for case in inside} == runs
 
 
 # The end of another rank is noticed at once; the rest allows for other tests on the same machine.
@@ -57,6 +83,23 @@ def test_a_rank_that_stalls_is_named_by_all_in_time(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ANY_TIME, ids=str)
 def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
+    assert run_case(case).wrong is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in IN_MESHES if case.way in ("raise", "exit", "kill")][:12], ids=str)
+def test_a_rank_of_a_mesh_that_ends_is_named_by_all(case: Case) -> None:
+    outcome = run_case(attrs.evolve(case, timeout=20.0))
+    assert outcome.wrong is None
+    assert outcome.ended < 15
+
+
+STALLED = [case for case in IN_MESHES if case.way in ("stall", "stop") and case.collective is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STALLED[:8], ids=str)
+def test_a_rank_of_a_mesh_that_stalls_at_a_collective_is_named_by_all(case: Case) -> None:
     assert run_case(case).wrong is None
 
 

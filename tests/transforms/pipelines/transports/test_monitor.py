@@ -197,6 +197,18 @@ def test_a_rank_that_is_not_in_a_collective_waits_for_what_its_members_find() ->
     assert 0.5 <= time.now < 1
 
 
+def test_a_device_in_a_run_waits_for_who_has_not_launched_it() -> None:
+    """The devices of ranks 0 and 1 are in the run, which their hosts have launched; rank 2's host has not."""
+    three = in_a_mesh(3)
+    for monitor in three[:2]:
+        monitor.records.write_beat(1, monitor.here)
+        monitor.move_to(1, "broadcast from 0 among 0 [mb 0]")
+    for monitor in three:
+        assert monitor._find_stalled(0, "no progress").rank == 2
+    three[2].move_to(1, "broadcast from 2 among 2 [mb 0]")
+    assert three[2]._find_stalled(0, "no progress").rank == 0, "all have launched it"
+
+
 def late_report(monitor: Monitor, time: FakeTime) -> None:
     """Half a second later, a member finds that rank 2 is late."""
     if time.now >= 0.5:
