@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from weft.batch import EMBEDDED
+from weft.errors import WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.config import ModelConfig, parse_config
@@ -162,6 +163,28 @@ def only_even(said: Any) -> list[int]:
 
 def contrast(logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return logits - 0.5 * extras["other"]
+
+
+def other_weights(what: str) -> str:
+    """The error of a rank of two, where rank 1 has something else."""
+    torch.set_num_threads(1)
+    transport = Distributed(timeout=10)
+    rank = transport.rank
+    try:
+        model = model_of("qwen3", shard=(rank, 2), seed=1 + rank if what == "seed" else 1)
+        if what == "share":
+            model = attrs.evolve(model, shard=(1 - rank, 2))
+        engine = Engine(model, LIMITS, tensor=2, transport=transport, seed=0, graph="none")
+        if what == "whole parameters":
+            engine.update(model_of("qwen3").params)
+        engine.add([1, 2, 3], max_tokens=2)
+        for _ in engine:
+            pass
+    except WeftError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        transport.close()
+    return "no error"
 
 
 def run_rank(every: Mapping[str, Asked], tensor: int) -> dict[str, Any]:

@@ -97,6 +97,25 @@ def test_what_is_asked_comes_about(alone: dict[str, Any]) -> None:
     assert tokens["plain"] == tokens["lookup"] == tokens["draft model"] == tokens["run ahead"] != tokens["beside"]
 
 
+DIFFERS = {
+    "seed": "'weights: torch.float32, ",
+    "share": "which has share ",
+    "whole parameters": "[37, 32], torch.float32",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["nothing", *DIFFERS])
+def test_weights_that_do_not_belong_together_are_refused(what: str) -> None:
+    """Norms tell shares of different models apart, where no checkpoint does; a share is of its rank."""
+    found = launch(shares.other_weights, 2, what, timeout=30)
+    if what == "nothing":
+        assert found == ["no error"] * 2
+    for rank, text in enumerate(found):
+        assert DIFFERS.get(what, "no error") in text
+        assert what != "seed" or f", where rank {1 - rank} has 'weights: torch.float32, " in text
+
+
 # What a share cannot do is refused
 
 
