@@ -2,7 +2,7 @@ from . import effects as effects, errors as errors, proofs as proofs, stages as 
 from .batch import EMBEDDED as EMBEDDED, LAST_TOKEN as LAST_TOKEN, Batch as Batch
 from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
 from .donation import clone as clone, donate as donate, donates as donates
-from .effects import Program as Program, Schema as Schema
+from .effects import Program as Program
 from .errors import WeftError as WeftError
 from .meshes.mesh import Mesh as Mesh
 from .meshes.placements import (
@@ -23,6 +23,7 @@ from .ops.transfers.collective import (
 from .outputs import IntermediateTensors as IntermediateTensors, Output as Output
 from .padding import inert as inert, pad as pad, unpad as unpad
 from .sampling import SamplingParams as SamplingParams
+from .schema import Schema as Schema
 from .settings import (
     assert_max_captures as assert_max_captures,
     batch_invariant as batch_invariant,

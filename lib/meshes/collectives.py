@@ -42,7 +42,11 @@ class AllReduce:
 
 @attrs.frozen
 class AllGather:
-    """Each rank gets the tensors of all, joined along dimension `dim` in the order of the ranks."""
+    """Each rank gets the tensors of all, joined along dimension `dim` in the order of the ranks.
+
+    Args:
+        ranks, microbatch, schema: as of an `AllReduce`.
+    """
 
     ranks: tuple[int, ...]
     microbatch: int = 0
@@ -60,7 +64,11 @@ class AllGather:
 
 @attrs.frozen
 class ReduceScatter:
-    """Each rank gets its part along `dim` of the sum (maximum, minimum) of the tensors of all."""
+    """Each rank gets its part along `dim` of the sum (maximum, minimum) of the tensors of all.
+
+    Args:
+        ranks, microbatch, schema, reduce_op: as of an `AllReduce`.
+    """
 
     ranks: tuple[int, ...]
     microbatch: int = 0
@@ -80,7 +88,11 @@ class ReduceScatter:
 @attrs.frozen
 class AllToAll:
     """Each rank sends part i of its tensor along `split_dim` to rank i, and joins what it gets along `concat_dim` in
-    the order of the ranks."""
+    the order of the ranks.
+
+    Args:
+        ranks, microbatch, schema: as of an `AllReduce`.
+    """
 
     ranks: tuple[int, ...]
     microbatch: int = 0

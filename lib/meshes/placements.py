@@ -45,8 +45,12 @@ class Replicate:
 
 @attrs.frozen
 class Partial:
-    """The tensor is the sum (`max`: maximum, `min`: minimum) of what the ranks along the axis hold. As the placement of
-    an argument, the first rank gets the whole of it, and for a sum the others zeros."""
+    """The tensor is the sum of what the ranks along the axis hold. As the placement of an argument, the first rank gets
+    the whole of it, and for a sum the others zeros.
+
+    Args:
+        reduce_op: `sum`; or `max` or `min`, for the maximum or the minimum.
+    """
 
     reduce_op: str = "sum"
 
@@ -72,6 +76,9 @@ class Placements:
     """The placements of a tensor on a mesh of several axes, by axis; on the axes that are not named it is replicated.
 
     A dimension that is sharded over two axes is cut along the first one, and each part along the second.
+
+    Args:
+        by_axis: for the name of an axis, its placement.
 
     >>> print(Placements(data=Shard(0), tensor=Shard(1)))
     Placements(data=Shard(0), tensor=Shard(1))

@@ -92,6 +92,11 @@ def overload_of(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
+def schema_of(operator: Any) -> Any:
+    """The schema of an operator's overload, which says what it writes; None for anything else."""
+    return operator._schema if isinstance(operator, OpOverload) else None
+
+
 def unwrapped_call(operator: Any) -> Callable[..., Any]:
     """The C++ function that calls an operator's overload, without the Python around it."""
     call: Callable[..., Any] = operator._op

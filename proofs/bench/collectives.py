@@ -18,8 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.effects import AllReduce
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import AllReduce, combine
 from weft.proofs.bench.transfers import ROUNDS, timed
 from weft.proofs.environment import environment
 from weft.torchapi.distributed import nccl_group

@@ -110,11 +110,9 @@ def _backward(fn: Step, params: Any, state: Any, x: Tensor) -> Any:
     return {name: p.grad for name, p in own[0].items()}, own[1].grad
 
 
-_OUT_DIMS: Any = (None, 0)
-
 TRANSFORMS: dict[str, Callable[[Step, Any, Any, Tensor], Any]] = {
     "grad": lambda f, p, s, x: func.grad(_losses(f), argnums=(0, 2))(p, s, x),
-    "vmap": lambda f, p, s, x: func.vmap(f, in_dims=(None, None, 0), out_dims=_OUT_DIMS)(p, s, _stack(x)),
+    "vmap": lambda f, p, s, x: func.vmap(lambda y: f(p, s, y)[1])(_stack(x)),
     "jvp": lambda f, p, s, x: func.jvp(lambda y: f(p, s, y)[1], (x,), (x * 2,)),
     "vjp": lambda f, p, s, x: func.vjp(lambda y: f(p, s, y)[1], x)[1](torch.ones_like(x)),
     "gradients of each sample": lambda f, p, s, x: func.vmap(func.grad(_losses(f), argnums=2), (None, None, 0))(

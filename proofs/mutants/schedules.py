@@ -8,10 +8,11 @@ from unittest import mock
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
+from weft.schema import Schema
 from weft.transforms.pipelines.checker import _check_runs, check_buffers, check_needs, check_peers
 from weft.transforms.pipelines.machine import Machine, Step, interleave
 from weft.transforms.pipelines.schedule import _effects

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, Collective, combine
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import Partial, part_of
+from weft.meshes.placements import Partial, Replicate, part_of
 from weft.ops.transfers.collective import all_reduce, axis_index
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
@@ -50,8 +50,7 @@ def _sums_for_any(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _whole_on_every_rank(value: Tensor, placements: Any, *where: Any) -> Tensor:
     """Every rank has the whole of a partial sum."""
-    kept: Any = tuple(None if own == Partial() else own for own in placements)
-    return part_of(value, kept, *where)
+    return part_of(value, [Replicate() if own == Partial() else own for own in placements], *where)
 
 
 def _as_of_the_last_axis(self: Mesh, axis: str) -> int:

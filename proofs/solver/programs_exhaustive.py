@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.schema import Schema
 
 CAPACITIES = (1, 2, 3)
 

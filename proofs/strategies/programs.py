@@ -6,8 +6,9 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send, TensorSchema
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.proofs.solver.programs_exhaustive import fault
+from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.schedule import Job, make_programs
 
 SCHEMAS = tuple(Schema((TensorSchema("h", ("num_tokens", width), torch.float32),)) for width in (4, 8))

@@ -11,10 +11,10 @@ from weft.arguments.checks import Rule, check_values
 from weft.batch import Batch
 from weft.carried import Carried
 from weft.display.tables import Table
-from weft.effects import Schema
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors, Output, PerToken
 from weft.sampling import SamplingParams
+from weft.schema import Schema
 from weft.stages.adapters import Adapter, stage_params
 from weft.stages.functions import DecoderStage
 from weft.stages.layout import StageLayout, empty_states, split_model

@@ -5,8 +5,9 @@ from typing import Any
 
 from weft.arguments.checks import COUNT, Rule, check_values, kind_of, other_signature
 from weft.donation import refuse_donated
-from weft.effects import Program, Schema
+from weft.effects import Program
 from weft.errors import ProgramError
+from weft.schema import Schema
 from weft.torchapi.private import in_functorch_transform
 from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.pipelines.transports import Transport

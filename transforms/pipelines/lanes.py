@@ -48,10 +48,12 @@ def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...
       run stage 0 [mb 0]
       send stage 0 to 3 [mb 0]
       broadcast from 3 among 1, 3 [mb 0]
+      run advance [mb 0]
     rank 3 of 4
       recv stage 0 from 1 [mb 0]
       run stage 1 [mb 0]
       broadcast from 3 among 1, 3 [mb 0]
+      run advance [mb 0]
     """
     if mesh is None:
         return tuple(programs)

@@ -11,8 +11,9 @@ from typing import Literal
 
 import attrs
 
-from weft.effects import Broadcast, Collective, Effect, Fence, Program, Recv, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Send
 from weft.errors import ProgramError
+from weft.meshes.collectives import Collective
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from weft.batch import Batch
 from weft.containers import opened
 from weft.donation import clone, declare_donated, donated_argnames
-from weft.effects import Schema
+from weft.schema import Schema
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.pipelines.argument_checks import check_step
 from weft.transforms.pipelines.parts import join, split

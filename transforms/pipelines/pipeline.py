@@ -14,9 +14,10 @@ from weft.arguments.checks import check_values, kind_of, names_arguments
 from weft.batch import Batch
 from weft.display.tables import text, titled
 from weft.donation import clone, declare_donated, donated_argnames
-from weft.effects import Program, Schema, listing, programs_html
+from weft.effects import Program, listing, programs_html
 from weft.errors import ProgramError
 from weft.ops.transfers.collective import Place, placed
+from weft.schema import Schema
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.graphs.graphified import Graphified

@@ -9,8 +9,9 @@ from collections.abc import Generator, Iterator, Sequence
 import attrs
 
 from weft.arguments.checks import kind_of
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
+from weft.schema import Schema
 from weft.transforms.pipelines.argument_checks import Mistake, check_count, refuse
 from weft.transforms.pipelines.checker import count_stages
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
+from weft.schema import Schema
 from weft.transforms.pipelines.argument_checks import check_count
 from weft.transforms.pipelines.schedule import Job
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from weft.arguments.checks import kind_of
 from weft.donation import clone
-from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
+from weft.effects import Broadcast, Effect, Fence, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, placed
+from weft.schema import Schema
 from weft.torchapi.private import storage_id
 from weft.transforms.pipelines.timeline import measuring
 from weft.trees import tree_leaves, tree_map

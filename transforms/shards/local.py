@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from weft.effects import Collective
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import Collective, combine
 from weft.transforms.pipelines.machine import Step
 from weft.transforms.shards.tracing import Trace
 

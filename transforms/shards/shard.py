@@ -62,7 +62,13 @@ class Traces:
 
 
 class Sharded:
-    """A function that every rank of a mesh runs on its part, made by `shard`."""
+    """A function that every rank of a mesh runs on its part, made by `shard`.
+
+    Args:
+        fn: the function of one rank's part.
+        mesh, in_placements, out_placements: as `shard` takes them.
+        call: the text of the call that made it, for errors.
+    """
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any, call: str) -> None:
         functools.update_wrapper(self, fn)

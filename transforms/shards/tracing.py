@@ -6,16 +6,15 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.effects import Collective, Effect, Program, Run
+from weft.effects import Effect, Program, Run
 from weft.errors import CaptureError
-from weft.meshes.collectives import with_schema
+from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.torchapi.private import storage_id, without_modes
+from weft.torchapi.private import schema_of, storage_id, without_modes
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -126,7 +125,7 @@ def _cut(graph: GraphModule) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[
 def _origin(node: Node) -> Node:
     """The node that first made a tensor: not an operator that wrote it in place, or that returned all of it as it
     is."""
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    schema = schema_of(node.target)
     if schema is None or len(schema.returns) != 1 or (alias := schema.returns[0].alias_info) is None:
         return node
     given = [arg for arg, own in zip(node.args, schema.arguments, strict=False) if own.alias_info is not None]
@@ -150,7 +149,7 @@ def _written(graph: GraphModule) -> set[int]:
     """The storages that an operator writes in place."""
     found = set[int]()
     for node in graph.graph.nodes:
-        arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+        arguments = () if (schema := schema_of(node.target)) is None else schema.arguments
         given = {own.name: arg for own, arg in zip(arguments, node.args, strict=False)} | node.kwargs
         for own in arguments:
             if own.alias_info is not None and own.alias_info.is_write and own.name in given:

@@ -118,6 +118,10 @@ def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
 def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum") -> Tensor:
     """This rank's part along `dim` of the sum of the tensors of all ranks along an axis: JAX's `psum_scatter`.
 
+    Args:
+        x, axis, reduce_op: as in `all_reduce`.
+        dim: the dimension that is cut.
+
     Raises:
         MeshError: as `all_reduce`; or the ranks cannot share the dimension evenly.
     """
@@ -128,6 +132,10 @@ def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum"
 def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
     """Part i of each rank's tensor along `split_dim` goes to the i-th rank along the axis, which joins what it gets
     along `concat_dim`: JAX's `all_to_all` with `tiled=True`.
+
+    Args:
+        x, axis: as in `all_reduce`.
+        split_dim, concat_dim: the dimension that is cut, and the one that grows.
 
     Raises:
         MeshError: as `reduce_scatter`.

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.effects import Collective
 from weft.errors import ProgramError, RankError
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import Collective, combine
 from weft.torchapi.distributed import gloo_group
 from weft.transforms.pipelines.transports.messages import as_bytes
 from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor

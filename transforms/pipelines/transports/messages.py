@@ -15,10 +15,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.effects import Broadcast, Collective, Fence, Recv, Schema, Send
+from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import with_schema
+from weft.meshes.collectives import Collective, with_schema
 from weft.ops.transfers import collective, transfer
+from weft.schema import Schema
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
 from weft.transforms.pipelines.transports import json_values

@@ -14,8 +14,9 @@ from typing import Any
 
 import attrs
 
-from weft.effects import Collective, Run, parse_effect
+from weft.effects import Run, parse_effect
 from weft.errors import RankError
+from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.lanes import lane_rank
 from weft.transforms.pipelines.transports.failures import Clock, Failure, blockers, culprit, described

@@ -12,8 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.effects import Collective
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import Collective, combine
 from weft.torchapi.distributed import nccl_group
 from weft.transforms.graphs.graphified import clear_caches
 from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes

@@ -7,9 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.effects import AllReduce, Collective
 from weft.errors import MeshError
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import AllReduce, Collective, combine
 from weft.ops.kernel_triton import compiling
 from weft.ops.transfers import peer_gather_triton as meeting, peer_packed_triton as packed, peer_triton as bulk
 from weft.ops.transfers.peer_triton import PROGRAMS

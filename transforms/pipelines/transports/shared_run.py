@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from weft.effects import Collective
 from weft.errors import ProgramError
+from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.failures import Failure, blockers, culprit

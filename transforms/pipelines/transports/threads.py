@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
-from weft.effects import Broadcast, Collective, Fence, Recv, Send
+from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
-from weft.meshes.collectives import combine, with_schema
+from weft.meshes.collectives import Collective, combine, with_schema
 from weft.ops.transfers import collective
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms
