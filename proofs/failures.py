@@ -32,9 +32,9 @@ import attrs
 import torch
 from tqdm import tqdm
 
-from weft.effects import Collective, Effect, Run
+from weft.effects import Effect, Run
 from weft.errors import RankError
-from weft.meshes.collectives import AllGather, AllReduce, with_schema
+from weft.meshes.collectives import AllGather, AllReduce, Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import all_gather, all_reduce, axis_index
 from weft.transforms.graphs.graphify import graphify
