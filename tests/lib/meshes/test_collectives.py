@@ -137,6 +137,6 @@ def on_gloo(path: str, count: int) -> list[bool]:
     return [torch.allclose(combine(effect, inputs)[rank], theirs, atol=1e-5) for effect, theirs in found]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_results_are_those_of_torch_distributed(count: int, tmp_path: Path) -> None:
     assert launch(on_gloo, count, str(tmp_path / "store"), count) == [[True] * 6] * count

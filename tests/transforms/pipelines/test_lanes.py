@@ -174,7 +174,7 @@ def in_a_process(name: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_processes_that_come_to_different_collectives_are_refused(name: str) -> None:
     start = time.monotonic()
