@@ -41,6 +41,7 @@ from .pipelines.schedule import (
 )
 from .pipelines.session import Session as Session
 from .pipelines.simulate import Costs as Costs, simulate as simulate
+from .pipelines.splits import SplitPlan as SplitPlan, plan_splits as plan_splits
 from .pipelines.timeline import (
     Comparison as Comparison,
     Recorder as Recorder,

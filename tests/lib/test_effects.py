@@ -127,8 +127,8 @@ def test_lines_that_are_no_effect(line: str) -> None:
     with pytest.raises(ProgramError) as error:
         parse_effect(line)
     assert str(error.value) == (
-        f"parse_effect({line!r})\n  saw: no effect\n  instead: run|send to|recv from|broadcast from|fence ... [mb N]"
-        ", and a schema only where something is sent"
+        f"parse_effect({line!r})\n  saw: no effect\n  instead: run|send to|recv from|broadcast from|fence|all_reduce "
+        "... [mb N], and a schema only where something is sent"
     )
 
 

@@ -382,10 +382,12 @@ class Plan(ModelOptions):
     """Predict a decode loop over pipeline stages from config.json alone, without weights: tokens/s and what bounds
     them, the split of the layers, the number of cohorts, the timeline, the programs. Costs are bytes over bandwidth."""
 
-    command, usage = "plan", "(--model DIR | --preset NAME) --pp N [options]"
+    command, usage = "plan", "(--model DIR | --preset NAME) (--pp N [--tp N] | --gpus N) [options]"
     summary = "predict a pipeline from a config.json"
 
-    pp: int = _general("pipeline stages", whole("N"), attrs.NOTHING)
+    pp: int | None = _general("pipeline stages", whole("N"))
+    tp: int = _general("ranks that share each layer (default 1)", whole("N"), 1)
+    gpus: int | None = _general("GPUs: try each --tp times --pp that uses all, and show the best", whole("N"))
     svg: str | None = _general("write a picture of the timeline, too", FILE)
     requests: int = _load("requests that decode together", whole("R"), 128)
     context: int | None = _load("tokens before the new one (default 1024, or half of the positions)", whole("T", 0))
@@ -395,3 +397,12 @@ class Plan(ModelOptions):
     link: float = _machine("bandwidth between two ranks (default: no limit)", LINK, math.inf)
     latency: float = _machine("microseconds of a transfer, whatever its size", LATENCY, 0)
     capacity: int = _machine("messages that an edge holds", whole("M"), 2)
+
+    def check(self) -> None:
+        """Refuse a split beside a search for one, and neither, also."""
+        super().check()
+        written = " ".join(f"{flag_of(name)} {getattr(self, name)}" for name in ("pp", "tp") if name in self.given)
+        if self.gpus is None and self.pp is None:
+            self.refuse(written, "neither --pp nor --gpus", "--pp 2, or --gpus 8 to try each split")
+        if self.gpus is not None and written:
+            self.refuse(f"{written} --gpus {self.gpus}", "a split, and GPUs over which all are tried", "one of them")

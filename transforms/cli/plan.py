@@ -1,4 +1,4 @@
-"""`weft plan`: predict a decode loop over pipeline stages, from a config.json and a memory bandwidth alone."""
+"""`weft plan`: predict a decode loop over stages and shares, from a config.json and a memory bandwidth alone."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +11,13 @@ from weft.arguments.json_text import write_json
 from weft.display.durations import duration
 from weft.display.quantities import counted
 from weft.effects import listing
+from weft.errors import ProgramError
 from weft.transforms.cli.options import Plan
 from weft.transforms.cli.printing import check_file, heading, show, write_file
 from weft.transforms.cli.ranks import read_config
 from weft.transforms.pipelines.drawing import LEAST_WIDTH
 from weft.transforms.pipelines.prediction import NOTE, Machine, Prediction, predict_decode
+from weft.transforms.pipelines.splits import SplitPlan, plan_splits
 
 
 def run(options: Plan) -> int:
@@ -28,31 +30,40 @@ def run(options: Plan) -> int:
         latency=options.latency * 1e-6,
         capacity=options.capacity,
     )
-    asked = {name: getattr(options, name) for name in ("requests", "context", "cohorts", "steps")}
-    plan = predict_decode(config, options.pp, machine=machine, **asked)
+    asked: dict[str, Any] = {name: getattr(options, name) for name in ("requests", "context", "cohorts", "steps")}
+    splits = None
+    if options.gpus is not None:
+        with options.about(f"--gpus {options.gpus}", ProgramError):
+            splits = plan_splits(config, options.gpus, machine=machine, **asked)
+    plan = predict_decode(config, options.pp or 1, shards=options.tp, machine=machine, **asked)
+    plan = plan if splits is None else splits.best
     if options.svg is not None:
         write_file(options, "--svg", options.svg, plan.timeline.as_svg())
     if options.json:
-        print(write_json(as_report(options, plan), indent=2))
+        print(write_json(as_report(options, plan, splits), indent=2))
     else:
-        show(sections(options, plan))
+        show(sections(options, plan, splits))
     return 0
 
 
-def as_report(options: Plan, plan: Prediction) -> dict[str, Any]:
+def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict[str, Any]:
     """The JSON report, in seconds and bytes."""
     config, timeline = plan.load.config, plan.timeline
     names = "model", "preset", "cohorts", "steps", "requests", "bandwidth", "link", "latency", "capacity"
     return {
         "costs": "bytes over bandwidth, not measured",
         "wanted": {name: getattr(options, name) for name in names}
-        | {"stages": options.pp, "context": plan.load.context},
+        | {"stages": plan.load.num_stages, "shards": plan.load.num_shards, "context": plan.load.context},
         "model": {
             "architecture": config.architecture,
             "num_layers": config.num_layers,
             "dtype": str(config.dtype).removeprefix("torch."),
             "bytes": plan.load.bytes(),
         },
+        "gpus": [
+            {"shards": one.load.num_shards, "stages": one.load.num_stages, **attrs.asdict(one.chosen)}
+            for one in (() if splits is None else splits.predictions)
+        ],
         "splits": plan.splits,
         "programs": [str(program) for program in plan.programs],
         "timeline": {
@@ -65,11 +76,12 @@ def as_report(options: Plan, plan: Prediction) -> dict[str, Any]:
     }
 
 
-def sections(options: Plan, plan: Prediction) -> Iterator[Any]:
+def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Iterator[Any]:
     """The answer, then how it comes about."""
     slowest, even = (max(stage["seconds"] for stage in split) for split in plan.splits.values())
     steps = f"{counted(options.steps, 'step')} of each of {counted(plan.chosen.cohorts, 'cohort')}"
-    parts_of: dict[str, tuple[Any, ...]] = {
+    tried = {} if splits is None else {f"splits over {plan.num_gpus} GPUs (simulated)": (splits,)}
+    parts_of: dict[str, tuple[Any, ...]] = tried | {
         "prediction": (*plan.answer(), "", Text(NOTE)),
         "assumptions": (*plan.assumptions(),),
         f"split of the layers, for a cohort of {plan.chosen.size}": (

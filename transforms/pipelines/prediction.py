@@ -14,6 +14,7 @@ from weft.effects import Program
 from weft.errors import CostError, ProgramError, RequestError
 from weft.stages.config import ModelConfig
 from weft.stages.layout import balance, layer_weights, split_layers
+from weft.stages.shares import share_config
 from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate
@@ -21,6 +22,8 @@ from weft.transforms.pipelines.timeline import Timeline
 
 _MOST_JOBS = 10_000
 """The most steps of all cohorts in a timeline."""
+_MOST_TRIED = 24
+"""The most numbers of cohorts that are tried, about."""
 _CONTEXT = 1024
 _OUTPUT_BYTES = 8 + 4
 """Bytes of a request's token and logprob (`weft.outputs.Output`)."""
@@ -64,25 +67,39 @@ class Machine:
 
 @attrs.frozen
 class DecodeLoad:
-    """The bytes that a decode step reads, and the seconds that its stages take: bytes over bandwidth.
+    """The bytes that a decode step reads on one rank, and the seconds that its stages take: bytes over bandwidth, and
+    the collectives of ranks that share each layer.
 
     Args:
         context: tokens before the one that is generated.
+        num_shards: the ranks that share each layer.
     """
 
     config: ModelConfig
     num_stages: int
     context: int
     machine: Machine
+    num_shards: int = 1
+
+    @property
+    def own(self) -> ModelConfig:
+        """The configuration of one rank's share."""
+        return self.config if self.num_shards == 1 else share_config(self.config, self.num_shards)
+
+    def collective(self, size: int) -> float:
+        """The seconds of an all-reduce, or of the gathering of a tensor, of so many bytes on each rank: each stores
+        them into the memory of all others."""
+        others = self.num_shards - 1
+        return self.machine.latency + others * size / self.machine.link if others else 0.0
 
     def bytes(self) -> dict[str, int]:
-        """The bytes of the largest layer's weights, with all its experts; of the final norm and the head's matrix; of a
-        token's row of the embedding; of a token's keys and values in one layer; and of a token in the message that one
-        stage sends to the next. All are in the dtype that the model declares."""
-        config, row = self.config, self.config.hidden_size * self.config.dtype.itemsize
+        """The bytes on one rank of the largest layer's weights, with all its experts; of the final norm and the head's
+        matrix; of a token's row of the embedding; of a token's keys and values in one layer; and of a token in the
+        message that one stage sends to the next. All are in the dtype that the model declares."""
+        config, row = self.own, self.config.hidden_size * self.config.dtype.itemsize
         return {
             "layer": max(weights.fixed + weights.experts for weights in layer_weights(config)),
-            "head": row + config.vocab_size * row,
+            "head": row + -(-config.vocab_size // self.num_shards) * row,
             "embedding": row,
             "kv": 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
             "message": row,
@@ -92,9 +109,11 @@ class DecodeLoad:
         """The best split for a cohort of `size` requests, and that by the number of layers alone: for each stage, its
         layers and seconds."""
         own, per_second = self.bytes(), self.machine.bandwidth
-        kv = size * self.context * own["kv"]
-        layers = [(weights.read(size) + kv) / per_second for weights in layer_weights(self.config)]
-        first, last = size * own["embedding"] / per_second, own["head"] / per_second
+        kv, shared = size * self.context * own["kv"], self.collective(size * own["message"])
+        logits = size * -(-self.config.vocab_size // self.num_shards) * self.config.dtype.itemsize
+        layers = [(weights.read(size) + kv) / per_second + 2 * shared for weights in layer_weights(self.own)]
+        first = size * own["embedding"] / per_second + shared
+        last = own["head"] / per_second + self.collective(logits)
 
         def seconds(start: int, stop: int) -> float:
             return sum(layers[start:stop]) + first * (start == 0) + last * (stop == len(layers))
@@ -157,19 +176,27 @@ class Prediction:
                 row |= {f"{name}: layers": own["stop"] - own["start"], f"{name}: time": duration(own["seconds"])}
         return Table.of(rows)
 
+    @property
+    def num_gpus(self) -> int:
+        """The ranks."""
+        return self.load.num_stages * self.load.num_shards
+
     def answer(self) -> Iterator[str]:
         """The lines of the answer: the throughput, a step's time, what bounds it, and each rank's idle share."""
         chosen = self.chosen
         yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
         yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
-        yield f"bound by {self._bound()}"
+        yield f"bound by {self.bound()}"
         yield f"bubbles: {', '.join(f'rank {rank} {bubble:.0%}' for rank, bubble in enumerate(chosen.bubbles))}"
 
-    def _bound(self) -> str:
+    def bound(self) -> str:
         """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole pipeline."""
         chosen, load, stages, sizes = self.chosen, self.load, self.splits["balanced"], self.load.bytes()
         slowest = max(range(len(stages)), key=lambda index: stages[index]["seconds"])
         start, stop, seconds = stages[slowest].values()
+        shared = 2 * (stop - start) * load.collective(chosen.size * sizes["message"])
+        if shared > seconds / 2:
+            return f"collectives: {duration(shared)} of the {duration(seconds)} of the slowest stage"
         if min(chosen.bubbles) < 0.01:
             kv = chosen.size * load.context * sizes["kv"] * (stop - start)
             share = kv / (seconds * load.machine.bandwidth)
@@ -183,8 +210,9 @@ class Prediction:
         """The lines of what is assumed about the model and the machine."""
         config, machine, sizes, context = self.load.config, self.load.machine, self.load.bytes(), self.load.context
         dtype = str(config.dtype).removeprefix("torch.")
-        stages = counted(self.load.num_stages, "stage")
-        yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}"
+        stages, shards = counted(self.load.num_stages, "stage"), self.load.num_shards
+        sharing = f", each shared by {shards} ranks" * (shards > 1)
+        yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}{sharing}"
         yield f"weights: {byte_size(sizes['layer'])} per layer; the head {byte_size(sizes['head'])}, on the last stage"
         kv = byte_size(sizes["kv"] * context)
         yield f"KV cache: {kv} per request and layer, for {counted(context, 'token')} of context"
@@ -192,10 +220,12 @@ class Prediction:
         link = "" if math.isinf(machine.link) else f", and its bytes at {machine.link / 1e9:g} GB/s"
         cost = "no time" if not (machine.latency or link) else f"{machine.latency * 1e6:g} us{link}"
         yield f"a transfer takes {cost}; an edge holds {counted(machine.capacity, 'message')}"
+        if shards > 1:
+            yield f"an all-reduce takes as long as {counted(shards - 1, 'transfer')} at once; a layer has two"
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("num_stages", "requests"), COUNT),
+    **dict.fromkeys(("num_stages", "shards", "requests", "num_gpus"), COUNT),
     **dict.fromkeys(("context", "cohorts"), (int | None, "a whole number, or None")),
     "steps": (int, "a whole number"),
     "machine": (Machine | None, "Machine(bandwidth=4.8e12), or None"),
@@ -206,6 +236,7 @@ def predict_decode(
     config: ModelConfig,
     num_stages: int,
     *,
+    shards: int = 1,
     requests: int = 128,
     context: int | None = None,
     cohorts: int | None = None,
@@ -219,7 +250,8 @@ def predict_decode(
 
     Args:
         config: the whole model's, from `weft.stages.load_config`.
-        num_stages: ranks.
+        num_stages: pipeline stages.
+        shards: ranks that share each stage, by heads, inner columns and the vocabulary.
         requests: requests that decode together.
         context: tokens before the one that is generated; None: 1,024, or half of the model's positions.
         cohorts: groups of requests that take turns; None: the number that is fastest.
@@ -229,6 +261,7 @@ def predict_decode(
     Raises:
         ProgramError: more stages than layers, more cohorts than requests, or more steps than a timeline has.
         RequestError: more context than the model has positions.
+        ConfigError: layers that so many ranks cannot share.
 
     >>> from weft.stages import DEMO, load_config
     >>> print(predict_decode(load_config(DEMO), 2, requests=12).cohorts)
@@ -238,7 +271,14 @@ def predict_decode(
           3            4   1.12 us  10,699,765      2%
           4            3   1.33 us   9,012,257      2%
     """
-    numbers = {"num_stages": num_stages, "requests": requests, "context": context, "cohorts": cohorts, "steps": steps}
+    numbers = {
+        "num_stages": num_stages,
+        "shards": shards,
+        "requests": requests,
+        "context": context,
+        "cohorts": cohorts,
+        "steps": steps,
+    }
     check_values("predict_decode(config, num_stages, ...)", _RULES, numbers | {"machine": machine}, ProgramError)
     split_layers(config.num_layers, num_stages)  # refuses what would take long to try
     positions, tried = config.max_position_embeddings, 1 if cohorts is None else cohorts
@@ -250,8 +290,10 @@ def predict_decode(
     if not 1 <= tried <= requests:
         seen = f"{tried} cohorts for {requests} requests"
         raise ProgramError(f"{call}cohorts={tried})", seen, f"from 1 to {requests}")
-    load = DecodeLoad(config, num_stages, context, machine or Machine())
-    all_tried = {*range(1, min(2 * num_stages, requests) + 1), tried}
+    share_config(config, shards)  # which refuses what ranks cannot share
+    load = DecodeLoad(config, num_stages, context, machine or Machine(), shards)
+    most = min(2 * num_stages, requests)
+    all_tried = {*range(1, most + 1, -(-most // _MOST_TRIED)), min(num_stages, most), most, tried}
     capacity = load.machine.capacity
     plan = plan_cohorts(load.costs, requests, num_stages, cohorts=all_tried, capacity=capacity)
     chosen = next((row for row in plan.rows if row.cohorts == cohorts), plan.best)

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
 from weft.ops import fp8, gate, linear, lora, norm, requests, rotary
 from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
 from weft.ops.fp8 import reference_quantize
 from weft.ops.sampling import sample
 from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
-from weft.ops.transfers import transfer
+from weft.ops.transfers import collective, transfer
 from weft.sampling_table import SamplingTable
 from weft.settings import batch_invariant
 from weft.trees import tree_leaves
@@ -63,15 +64,19 @@ IN_FP8 = _FP8 | {name for name, other in INVARIANT.items() if other in _FP8}
 
 
 class Nobody:
-    """An end of transfers that neither sends nor receives."""
+    """An end of transfers that neither sends nor receives, and a member of collectives among its like."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None: ...
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None: ...
 
+    def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
+        """The result where all ranks bring the same tensor."""
+        return combine(effect, [x] * len(effect.ranks))[0].clone(memory_format=torch.contiguous_format)
+
 
 NOBODY = Nobody()
-END = transfer.register(NOBODY)
+END, MEMBER = transfer.register(NOBODY), collective.register(NOBODY)
 
 
 def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
@@ -124,6 +129,10 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
                             for k, v in ((None, None), (randn(7, 1, 2), randn(7, 1, 2)))],
         "paged_attention.quantized": [(randn(7, 2, 128), None, None, randn(2, 4, 4, 1, 128), *where)],
         "quantize": [(randn(3, 200),)],
+        "collective": [
+            (torch.ones(4, 2), MEMBER, str(effect))
+            for effect in (AllReduce((0, 1)), AllGather((0, 1), dim=1), ReduceScatter((0, 1)), AllToAll((0, 1)))
+        ],
         "recv": [([torch.zeros(2), torch.zeros(3)], END, 0, 7)],
         "resolve_tokens": [
             (rows, integers(5, -1, -1, 2), starts, integers(3, 4, 0), integers(7, 8, 9),

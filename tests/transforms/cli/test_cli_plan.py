@@ -224,7 +224,13 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("error: weft plan --pp 9\n", "saw: 8 layers for 9 stages", "instead: use 1 to 8 stages"),
     ),
     "no stage": (("--pp", "0"), ("argument --pp: '0': write a whole number from 1",)),
-    "no stages said": ((), ("the following arguments are required: --pp",)),
+    "no stages said": ((), ("saw: neither --pp nor --gpus", "instead: --pp 2, or --gpus 8 to try each split")),
+    "a split and a search": (
+        ("--pp", "2", "--gpus", "4"),
+        ("error: weft plan --pp 2 --gpus 4", "saw: a split, and GPUs over which all are tried", "instead: one of them"),
+    ),
+    "shares of three heads": (("--pp", "1", "--tp", "3"), ("error: weft plan --tp 3", "heads")),
+    "more GPUs than parts": (("--gpus", "1009"), ("error: weft plan --gpus 1009", "instead: fewer GPUs")),
     "more cohorts than requests": (
         ("--pp", "2", "--requests", "4", "--cohorts", "5"),
         ("error: weft plan --cohorts 5", "saw: 5 cohorts for 4 requests", "instead: from 1 to 4"),
@@ -269,6 +275,25 @@ def test_a_missing_folder_and_a_field_that_is_not_supported_are_named(run: Weft,
     code, _, err = run("--model", folder, "--pp", "2")
     assert code == 2
     assert "num_experts" in err
+
+
+def test_gpus_are_split_in_each_way(run: Weft, folder: str) -> None:
+    code, out, _ = run("--model", folder, "--gpus", "4", "--latency", "2", "--json")
+    assert code == 0
+    report = json.loads(out)
+    tried = report["gpus"]
+    assert [(one["shards"], one["stages"]) for one in tried] == [(1, 4), (2, 2), (4, 1)]
+    best = max(tried, key=lambda one: one["tokens_per_second"])
+    assert report["predicted"]["tokens_per_second"] == best["tokens_per_second"]
+    for one in tried:
+        code, alone, _ = run(
+            "--model", folder, "--pp", str(one["stages"]), "--tp", str(one["shards"]), "--latency", "2", "--json"
+        )
+        assert code == 0
+        assert json.loads(alone)["predicted"] == {name: one[name] for name in json.loads(alone)["predicted"]}
+    code, out, _ = run("--model", folder, "--gpus", "4", "--latency", "2")
+    assert code == 0
+    assert "splits over 4 GPUs (simulated)" in out
 
 
 def test_it_needs_no_weights(run: Weft, tmp_path: Path) -> None:

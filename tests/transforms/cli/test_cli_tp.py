@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from cli_calls import Weft, assert_refused
 
 from weft.stages.checkpoints.known_models import DEMO
 
@@ -37,6 +38,12 @@ def alone() -> list[tuple[str, list[int]]]:
     return found
 
 
+def test_two_ranks_say_what_one_process_says(run: Weft) -> None:
+    own, shared = (run("generate", *OPTIONS, *EXACT, *more) for more in ((), ("--tp", "2")))
+    assert (own[0], shared[0]) == (0, 0), shared[2]
+    assert said(own[1]) == said(shared[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--tp 2", "--tp 2 --graph none", "--tp 2 --pp 2", "--tp 2 --kv-dtype float8_e4m3fn"])
 def test_ranks_that_share_layers_say_what_one_process_says(flags: str, alone: list[tuple[str, list[int]]]) -> None:
@@ -46,34 +53,18 @@ def test_ranks_that_share_layers_say_what_one_process_says(flags: str, alone: li
         assert result(weft(*flags.split())) == alone
 
 
-def own_address() -> str | None:
-    """An address of this machine that is not the loopback one."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
-            own.connect(("192.0.2.1", 9))  # sends nothing
-            found = str(own.getsockname()[0])
-    except OSError:
-        return None
-    return None if found.startswith("127.") else found
-
-
 def free_port() -> int:
     with socket.socket() as own:
-        own.bind(("", 0))
+        own.bind(("127.0.0.1", 0))
         return int(own.getsockname()[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["127.0.0.1", "its own"])
-def test_two_agents_of_torchrun_are_two_nodes(address: str, alone: list[tuple[str, list[int]]]) -> None:
+def test_two_agents_of_torchrun_are_two_nodes(alone: list[tuple[str, list[int]]]) -> None:
     """Two processes of each agent: each agent has a stage, which its ranks share."""
-    if (found := own_address() if address == "its own" else address) is None:
-        pytest.skip("this machine has only the loopback address")
-    nodes = "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", found, "--master-port", str(free_port())
-    secret = {"WEFT_SECRET": "0123456789" * 4, "WEFT_ADDRESS": found} if address == "its own" else {}
+    nodes = "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())
     agents = [
-        weft("--tp", "2", before=("-m", "torch.distributed.run", *nodes, "--node-rank", str(rank)), **secret)
-        for rank in range(2)
+        weft("--tp", "2", before=("-m", "torch.distributed.run", *nodes, "--node-rank", str(rank))) for rank in range(2)
     ]
     try:
         first, second = map(result, agents)
@@ -83,3 +74,17 @@ def test_two_agents_of_torchrun_are_two_nodes(address: str, alone: list[tuple[st
                 agent.terminate()
                 agent.wait(30)
     assert (first, second) == (alone, [])
+
+
+def test_what_ranks_cannot_share_is_refused(run: Weft) -> None:
+    seen = "saw: 4 heads, and 2 of keys and values"
+    instead = "instead: a number of ranks that divides the heads"
+    assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "3"), "--tp 3", seen, instead)
+    assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "0"), "--tp")
+
+
+@pytest.mark.parametrize("transport", ["local", "threads"])
+def test_shares_need_processes(run: Weft, transport: str) -> None:
+    seen = "2 ranks that share each layer, and a transport within one process"
+    found = run("generate", *OPTIONS, *EXACT, "--tp", "2", "--transport", transport)
+    assert_refused(found, seen, "no --transport, or --tp 1")

@@ -146,8 +146,8 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
 ) -> None:
     """The logits of all allowed tokens are -inf: the token that the kernel returns has no logprob."""
 
-    def bars_all_but_5(config: Any, params: Any, hidden: torch.Tensor) -> torch.Tensor:
-        logits = head(config, params, hidden)
+    def bars_all_but_5(config: Any, params: Any, hidden: torch.Tensor, ranks: Any) -> torch.Tensor:
+        logits = head(config, params, hidden, ranks)
         return torch.where(torch.arange(VOCABULARY) == 5, logits, -math.inf)
 
     monkeypatch.setattr("weft.stages.head.head", bars_all_but_5)
