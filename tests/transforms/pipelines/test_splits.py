@@ -9,7 +9,7 @@ from weft.stages.config import ModelConfig
 from weft.stages.layout import layer_weights
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.prediction import Machine, predict_decode
-from weft.transforms.pipelines.splits import plan_splits
+from weft.transforms.pipelines.splits import SplitPlan, plan_splits
 
 SLOW = Machine(bandwidth=1e9, link=1e9, latency=1e-5)
 
@@ -37,6 +37,7 @@ def test_a_share_reads_its_part_and_pays_for_collectives(config: ModelConfig) ->
 
 def test_every_split_is_tried_and_the_fastest_is_best(config: ModelConfig) -> None:
     found = plan_splits(config, 4, requests=8, machine=SLOW)
+    assert isinstance(found, SplitPlan)
     assert [(one.load.num_shards, one.load.num_stages) for one in found.predictions] == [(1, 4), (2, 2), (4, 1)]
     for one in found.predictions:
         alone = predict_decode(config, one.load.num_stages, shards=one.load.num_shards, requests=8, machine=SLOW)
