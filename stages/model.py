@@ -374,9 +374,9 @@ def load(
         kv_dtype: `float8_e4m3fn`: keys and values are kept in half the memory, rounded, with ±448 at the most; None: in
             the model's dtype.
         batch_invariant: whether a request's tokens and logprobs are bits that depend on the request, the parameters and
-            the seed alone, on one type of device and one build: not on the other requests, the chunks of a prompt,
-            padding, the graph mode, the pipeline or speculation (`weft.batch_invariant`). On H100s it
-            had 87 to 103 % of the speed, and 78 % for the prompts of a small model.
+            the seed alone, on one type of device, one build and one number of shares: not on the other requests, the
+            chunks of a prompt, padding, the graph mode, the pipeline or speculation (`weft.batch_invariant`). On H100s
+            it had 87 to 103 % of the speed, and 78 % for the prompts of a small model.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
