@@ -28,7 +28,7 @@ from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams, LayerLora, LayerParams, LoraWeights, slice_params
-from weft.stages.shares import WHOLE, Shard, adaptable, share_fields
+from weft.stages.shares import WHOLE, Share, adaptable, share_fields
 from weft.trees import OF_THIS_PROCESS
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ def with_adapters(
     layout: StageLayout,
     adapters: Sequence[Adapter],
     *,
-    shard: Shard = WHOLE,
+    shard: Share = WHOLE,
 ) -> DecoderParams:
     """A stage's parameters with one slot for each adapter, in order; the same parameters if there are none.
 
@@ -295,7 +295,7 @@ def reserve_slots(
     num_slots: int,
     rank: int,
     names: Collection[str] | None = None,
-    shard: Shard = WHOLE,
+    shard: Share = WHOLE,
 ) -> DecoderParams:
     """A stage's parameters with empty slots for adapters.
 
@@ -339,7 +339,7 @@ def write_slot(
     slot: int,
     adapter: Adapter | None,
     *,
-    shard: Shard = WHOLE,
+    shard: Share = WHOLE,
 ) -> None:
     """Write an adapter into a slot of a stage's parameters, in place. Captured graphs replay with the new adapter; none
     is captured again. The slot's old values are lost.
@@ -388,7 +388,7 @@ def check_slot(
 
 
 def _slots(
-    params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Shard = WHOLE
+    params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Share = WHOLE
 ) -> dict[str, tuple[LoraWeights, int, Part]]:
     found = {}
     for index, layer in zip(layout.layers, params.layers, strict=True):

@@ -29,7 +29,7 @@ from weft.stages.layer_fields import Field
 from weft.stages.layout import StageLayout, split_model
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
-from weft.stages.shares import WHOLE, Shard, adaptable, cut_field
+from weft.stages.shares import WHOLE, Share, adaptable, cut_field
 
 _AT_ONCE = 2**28
 """Elements that are drawn at a time: 1 GiB of float32 beside the parameters."""
@@ -147,7 +147,7 @@ def random_params(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     std: float = 0.02,
-    shard: Shard = WHOLE,
+    shard: Share = WHOLE,
 ) -> DecoderParams:
     """Random parameters of the right structure, for benchmarks and tests: normal with deviation `std`.
 
@@ -223,7 +223,7 @@ def random_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     stage: tuple[int, int] | None = None,
-    shard: Shard = WHOLE,
+    shard: Share = WHOLE,
     name: str = "model",
     kv_dtype: torch.dtype | str | None = None,
 ) -> Model:

@@ -17,9 +17,9 @@ from weft.ops.transfers.collective import all_gather, all_reduce, axis_index
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field, Part, layer_fields
 
-Shard = tuple[int, int]
+Share = tuple[int, int]
 """A rank's share of a model: its index, and the number of ranks."""
-WHOLE: Shard = (0, 1)
+WHOLE: Share = (0, 1)
 AXIS = "tensor"
 """The axis of a mesh along which ranks share the layers of a model."""
 
@@ -36,7 +36,8 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     if not even:
         instead = "a number of ranks that divides the heads, and that divides the key and value heads or is a multiple"
         raise ConfigError(call, f"{heads} heads, and {kv_heads} of keys and values", instead)
-    if config.fp8 is not None:
+    modules = [f"model.layers.{index}.self_attn.{part}_proj" for index in range(config.num_layers) for part in "qkvo"]
+    if config.fp8 is not None and any(map(config.fp8.converts, modules)):
         _refuse_split_blocks(config, num_ranks, call)
     unit = num_ranks * (BLOCK if config.fp8 is not None else 1)
     blocks = {"intermediate_size": inner} if config.moe is None else {"moe_intermediate_size": config.moe.inner}
@@ -64,7 +65,7 @@ def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None
             raise ConfigError(call, f"{name}={count} with head_dim={config.head_dim} in FP8", instead)
 
 
-def share_fields(config: ModelConfig, index: int, shard: Shard = WHOLE) -> dict[str, Field]:
+def share_fields(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[str, Field]:
     """The fields of layer `index` (`weft.stages.layer_fields`), or of a rank's share of it."""
     whole = layer_fields(config, index)
     rank, num_ranks = shard
@@ -75,7 +76,7 @@ def share_fields(config: ModelConfig, index: int, shard: Shard = WHOLE) -> dict[
     return {name: _share_field(name, whole[name], field, rank, kv_rank) for name, field in own.items()}
 
 
-def adaptable(config: ModelConfig, index: int, shard: Shard = WHOLE) -> dict[str, tuple[str, int, Part]]:
+def adaptable(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[str, tuple[str, int, Part]]:
     """The linear layers of decoder layer `index` that an adapter may change, by transformers' name: the product that
     each is part of, its place in that product, and its part of the weights, or a rank's share of it. Experts are left
     out."""
@@ -99,7 +100,7 @@ def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -
     return attrs.evolve(own, parts=tuple(parts))
 
 
-def share_rows(field: Field, shard: Shard) -> Field:
+def share_rows(field: Field, shard: Share) -> Field:
     """A rank's share of the embedding or the head, `[vocab, hidden]`: as many rows on each rank, the last ones 0."""
     rank, num_ranks = shard
     if num_ranks == 1:

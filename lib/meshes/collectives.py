@@ -16,19 +16,38 @@ from weft.schema import Schema, TensorSchema
 
 
 @attrs.frozen
-class AllReduce:
-    """Each rank gets the sum (maximum, minimum) of the tensors of all.
+class _Meeting:
+    """The part that all collectives have.
 
     Args:
         ranks: the ranks that take part, in order.
         microbatch: the micro-batch.
         schema: of each rank's tensor, if it is known.
-        reduce_op: `sum`, `max` or `min`. Sums are made in the order of the ranks.
     """
 
     ranks: tuple[int, ...]
     microbatch: int = 0
     schema: Schema | None = None
+
+    @property
+    def verb(self) -> str:
+        """Its name and options, as it prints."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        schema = "" if self.schema is None else f": {self.schema}"
+        return f"{self.verb} among {', '.join(map(str, self.ranks))} [mb {self.microbatch}]{schema}"
+
+
+@attrs.frozen
+class AllReduce(_Meeting):
+    """Each rank gets the sum (maximum, minimum) of the tensors of all.
+
+    Args:
+        ranks, microbatch, schema: the ranks that take part, in order; the micro-batch; each rank's tensor, if known.
+        reduce_op: `sum`, `max` or `min`. Sums are made in the order of the ranks.
+    """
+
     reduce_op: str = "sum"
 
     @property
@@ -36,21 +55,16 @@ class AllReduce:
         """Its name and options, as it prints."""
         return f"all_reduce {self.reduce_op}"
 
-    def __str__(self) -> str:
-        return _text(self)
-
 
 @attrs.frozen
-class AllGather:
+class AllGather(_Meeting):
     """Each rank gets the tensors of all, joined along dimension `dim` in the order of the ranks.
 
     Args:
-        ranks, microbatch, schema: as of an `AllReduce`.
+        ranks, microbatch, schema: as in `AllReduce`.
+        dim: the dimension.
     """
 
-    ranks: tuple[int, ...]
-    microbatch: int = 0
-    schema: Schema | None = None
     dim: int = 0
 
     @property
@@ -58,21 +72,16 @@ class AllGather:
         """Its name and options, as it prints."""
         return f"all_gather dim {self.dim}"
 
-    def __str__(self) -> str:
-        return _text(self)
-
 
 @attrs.frozen
-class ReduceScatter:
+class ReduceScatter(_Meeting):
     """Each rank gets its part along `dim` of the sum (maximum, minimum) of the tensors of all.
 
     Args:
-        ranks, microbatch, schema, reduce_op: as of an `AllReduce`.
+        ranks, microbatch, schema, reduce_op: as in `AllReduce`.
+        dim: the dimension that is cut.
     """
 
-    ranks: tuple[int, ...]
-    microbatch: int = 0
-    schema: Schema | None = None
     reduce_op: str = "sum"
     dim: int = 0
 
@@ -81,22 +90,17 @@ class ReduceScatter:
         """Its name and options, as it prints."""
         return f"reduce_scatter {self.reduce_op} dim {self.dim}"
 
-    def __str__(self) -> str:
-        return _text(self)
-
 
 @attrs.frozen
-class AllToAll:
+class AllToAll(_Meeting):
     """Each rank sends part i of its tensor along `split_dim` to rank i, and joins what it gets along `concat_dim` in
     the order of the ranks.
 
     Args:
-        ranks, microbatch, schema: as of an `AllReduce`.
+        ranks, microbatch, schema: as in `AllReduce`.
+        split_dim, concat_dim: the dimension that is cut, and the one that grows.
     """
 
-    ranks: tuple[int, ...]
-    microbatch: int = 0
-    schema: Schema | None = None
     split_dim: int = 0
     concat_dim: int = 0
 
@@ -104,9 +108,6 @@ class AllToAll:
     def verb(self) -> str:
         """Its name and options, as it prints."""
         return f"all_to_all dim {self.split_dim} to {self.concat_dim}"
-
-    def __str__(self) -> str:
-        return _text(self)
 
 
 Collective = AllReduce | AllGather | ReduceScatter | AllToAll
@@ -116,11 +117,6 @@ FORM = (
     r"(?: dim (?P<dim>-?\d+)(?: to (?P<concat>-?\d+))?)? among (?P<ranks>\d+(?:, \d+)*)"
 )
 """The expression of a collective in the text of an effect."""
-
-
-def _text(effect: Collective) -> str:
-    schema = "" if effect.schema is None else f": {effect.schema}"
-    return f"{effect.verb} among {', '.join(map(str, effect.ranks))} [mb {effect.microbatch}]{schema}"
 
 
 def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Collective | None:

@@ -86,7 +86,7 @@ class Placements:
 
     by_axis: tuple[tuple[str, Placement], ...]
 
-    def __init__(self, **by_axis: Placement) -> None:
+    def __init__(self, **by_axis: Any) -> None:
         call = f"Placements({', '.join(f'{axis}=...' for axis in by_axis)})"
         self.__attrs_init__(tuple((axis, as_placement(given, call)) for axis, given in by_axis.items()))
 

@@ -44,7 +44,7 @@ def shards_are_the_function(function: RankFunction) -> None:
             assert_equal(f"{law}: state", states[name], expected, exact=False)
             if function.code[-1] == "state: in place" and any(states[name][key] is not given[key] for key in given):
                 raise LawViolation(f"{law}: a state that was written in place is returned as another tensor")
-        programs = sharded.programs(function.params, states["shards"], x)  # type: ignore[attr-defined]
+        programs = sharded.programs(function.params, states["shards"], x)
         if parse_listing(listing(programs)) != programs:
             raise LawViolation(f"L22 shards are the function: their programs do not parse back: {listing(programs)}")
 

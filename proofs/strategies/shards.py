@@ -18,7 +18,7 @@ from weft.meshes.placements import Partial, Placement, Placements, Replicate, Sh
 from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size, reduce_scatter
 from weft.proofs.strategies.models import Scenario, scenarios
 from weft.stages.shares import share_config
-from weft.transforms.shards.shard import shard
+from weft.transforms.shards.shard import Sharded, shard
 
 Step = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], Tensor]
 """`(params, state, x) -> x`."""
@@ -49,7 +49,7 @@ class RankFunction:
     state: dict[str, Tensor] = attrs.field(repr=False)
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
 
-    def sharded(self, fn: Callable[..., Any] | None = None, mesh: Mesh | None = None) -> Callable[..., Any]:
+    def sharded(self, fn: Callable[..., Any] | None = None, mesh: Mesh | None = None) -> Sharded:
         """The function, or another one of the same arguments and results, on all ranks, of this mesh or another."""
         params, state, x, y = self.placements
         return shard(fn or self.fn, mesh or self.mesh, (params, state, x), (state, y))
@@ -112,7 +112,10 @@ class _Writer:
         """A product with a new parameter of these placements."""
         name = f"w{len(self.params)}"
         self.params[name] = Placements(**by_axis)
-        both: Step = lambda params, state, x: x @ params[name]  # noqa: E731
+
+        def both(params: Any, state: Any, x: Any) -> Any:
+            return x @ params[name]
+
         return both, both
 
     def moves(self) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -23,7 +23,7 @@ from weft.stages.config import DTYPES, ModelConfig, find_file
 from weft.stages.layer_fields import Field, Part
 from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
-from weft.stages.shares import WHOLE, Shard, share_fields, share_rows
+from weft.stages.shares import WHOLE, Share, share_fields, share_rows
 from weft.trees import tree_leaves
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -62,7 +62,7 @@ def read_params(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    shard: Shard = WHOLE,
+    shard: Share = WHOLE,
     progress: bool,
 ) -> DecoderParams:
     """A stage's parameters, or a rank's share of them, from a reader, after every name, shape and dtype was checked."""
@@ -157,7 +157,7 @@ class Place:
         return whole[self.part.slices] if self.part.slices else whole
 
 
-def places(params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Shard = WHOLE) -> dict[str, Place]:
+def places(params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Share = WHOLE) -> dict[str, Place]:
     """The places of the checkpoint's tensors in a stage's parameters, or in a rank's share of them, by transformers'
     names."""
     found: dict[str, Place] = {}
@@ -177,7 +177,7 @@ def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[i
     return {part.name: part.shape for _, field in stage_fields(config, layout) for part in field.parts}
 
 
-def stage_fields(config: ModelConfig, layout: StageLayout, shard: Shard = WHOLE) -> Iterator[tuple[str, Field]]:
+def stage_fields(config: ModelConfig, layout: StageLayout, shard: Share = WHOLE) -> Iterator[tuple[str, Field]]:
     """The fields of a stage's parameters, or of a rank's share of them, each with its path: `layers.3.qkv_proj`,
     counted in the whole model.
 

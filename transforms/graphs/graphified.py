@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from weft.donation import donate
 from weft.errors import CaptureError
-from weft.ops.transfers.collective import is_placed, place_key
+from weft.ops.transfers.collective import current_place
 from weft.settings import MAY_REPLAY, is_batch_invariant
 from weft.torchapi.private import (
     WithoutFunctionModes,
@@ -100,7 +100,7 @@ class Graphified(Generic[P, R]):
         """Take the fast path if an earlier call was like this one, and the general one otherwise."""
         call, modes = None, None
         if in_plain_surroundings() and MAY_REPLAY.get():
-            if num_function_modes() or is_batch_invariant() or is_placed():
+            if num_function_modes() or is_batch_invariant() or current_place():
                 return self._call_in_modes(args, kwargs)
             fast_paths, modes = self._cache.fast_paths, ()
             for fast_path in fast_paths.by_form.get((len(args), *kwargs), ()):
@@ -118,7 +118,7 @@ class Graphified(Generic[P, R]):
             return self._call(args, kwargs)
         modes, fast_paths = function_modes(), self._cache.fast_paths
         modes = (*modes, "batch invariant") if is_batch_invariant() else modes
-        modes = modes if (place := place_key()) is None else (*modes, place)
+        modes = modes if (place := current_place()) is None else (*modes, place)
         with WithoutFunctionModes():
             for fast_path in fast_paths.by_form.get((len(args), *kwargs, *modes), ()):
                 if (found := fast_path.find(args, kwargs)) is not None:

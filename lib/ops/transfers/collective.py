@@ -6,8 +6,6 @@ rank among the others, for which a number stands, because an operator takes no o
 """
 
 import functools
-import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +22,7 @@ from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, 
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import REDUCTIONS
 from weft.ops.register import define
+from weft.ops.transfers.transfer import find
 
 
 class Member(Protocol):
@@ -33,14 +32,14 @@ class Member(Protocol):
         """This rank's result of a collective, in new memory."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class Place:
     """The rank that runs a function now.
 
     Args:
         mesh: the ranks.
         rank: this one.
-        number: of its `Member`; -1 in a trace, which executes nothing.
+        number: of its `Member` (`weft.ops.transfers.transfer.register`); -1 in a trace, which executes nothing.
         differentiated: whether the trace will be differentiated.
     """
 
@@ -51,15 +50,6 @@ class Place:
 
 
 _PLACE: ContextVar[Place | None] = ContextVar("weft.place", default=None)
-_MEMBERS: "weakref.WeakValueDictionary[int, Member]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-def register(member: Member) -> int:
-    """A number that stands for a member in the operators, as long as the caller keeps the member alive."""
-    number = next(_NUMBERS)
-    _MEMBERS[number] = member
-    return number
 
 
 @contextmanager
@@ -72,14 +62,8 @@ def placed(place: Place) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-is_placed: Callable[[], Place | None] = _PLACE.get
-"""The rank that runs a function now, if there is one."""
-
-
-def place_key() -> tuple[Any, ...] | None:
-    """What a captured call depends on of the rank that runs it: its mesh, its number, and its member."""
-    place = _PLACE.get()
-    return None if place is None else (place.mesh, place.rank, place.number)
+current_place: Callable[[], Place | None] = _PLACE.get
+"""The rank that runs a function now; None: no rank of a mesh does. A captured call depends on it."""
 
 
 def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
@@ -182,7 +166,7 @@ def _find_place(
         seen, instead = f"x {list(x.shape)} for {size} ranks", f"a dimension {split} that is a multiple of {size}"
     elif place.number >= 0 and x.requires_grad and torch.is_grad_enabled():
         seen = "a tensor that requires grad, whose gradient does not come back from another rank"
-        raise DerivativeError(call, seen, "torch.no_grad(); for gradients, shard(..., transport=Local())")
+        raise DerivativeError(call, seen, "torch.no_grad(); for gradients weft.shard, whose ranks are in one thread")
     else:
         return place
     raise MeshError(call, seen, instead)
@@ -208,9 +192,7 @@ def effect_of(op: Any, args: Sequence[Any]) -> Collective | None:
 
 
 def _perform(x: Tensor, member: int, effect: str) -> Tensor:
-    found = _MEMBERS.get(member)
-    if found is None:
-        raise MeshError(f"'{effect}'", "a mesh whose ranks are gone", "call the sharded function again")
+    found: Member = find(member, f"'{effect}'")
     return found.perform(_effect(effect), x)
 
 

@@ -6,7 +6,7 @@ An `End`, one rank's end of its edges, executes them. An operator takes no objec
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,22 +26,33 @@ class End(Protocol):
         """Fill the tensors with the peer's message `tag`; on a device in the order of the stream."""
 
 
-_ENDS: "weakref.WeakValueDictionary[int, End]" = weakref.WeakValueDictionary()
+_REGISTERED: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def register(end: End) -> int:
-    """A number that stands for `end` in the operators, as long as the caller keeps the end alive."""
+def register(executor: Any) -> int:
+    """A number that stands for an end, or a member of collectives, in the operators, as long as the caller keeps it
+    alive."""
     number = next(_NUMBERS)
-    _ENDS[number] = end
+    _REGISTERED[number] = executor
     return number
 
 
+def find(number: int, call: str) -> Any:
+    """What a number stands for.
+
+    Raises:
+        ProgramError: it is gone; `call` names the operator's call.
+    """
+    found = _REGISTERED.get(number)
+    if found is None:
+        raise ProgramError(call, "a transport that is closed", "make a new one")
+    return found
+
+
 def _find(number: int) -> End:
-    end = _ENDS.get(number)
-    if end is None:
-        raise ProgramError(f"weft::send or weft::recv on end {number}", "a transport that is closed", "make a new one")
-    return end
+    found: End = find(number, f"weft::send or weft::recv on end {number}")
+    return found
 
 
 def _send(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:

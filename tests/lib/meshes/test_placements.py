@@ -78,7 +78,7 @@ def test_those_of_torch_stand_for_ours() -> None:
     assert as_placement(TorchShard(1), "f()") == Shard(1)
     assert as_placement(TorchReplicate(), "f()") == Replicate()
     assert as_placement(TorchPartial("max"), "f()") == Partial("max")
-    assert Placements(a=TorchShard(0)) == Placements(a=Shard(0))  # type: ignore[arg-type]
+    assert Placements(a=TorchShard(0)) == Placements(a=Shard(0))
     assert all(map(is_placement, (TorchShard(0), TorchReplicate(), TorchPartial(), Placements(), PerRank(), Shard(0))))
     assert not any(map(is_placement, ("Shard", None, {"a": Shard(0)}, Mesh(a=2))))
 
@@ -126,7 +126,7 @@ def test_what_is_no_placement_is_refused(placed: Any, mesh: Mesh, seen: str, ins
 
 def test_a_placement_that_is_none_is_named_with_its_axis() -> None:
     with refused(MeshError, "Placements(tensor=...)", "a placement that is an int", INSTEAD):
-        Placements(tensor=1)  # type: ignore[arg-type]
+        Placements(tensor=1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from weft.ops.experts import products, routing
 from weft.ops.fp8 import reference_quantize
 from weft.ops.sampling import sample
 from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
-from weft.ops.transfers import collective, transfer
+from weft.ops.transfers import transfer
 from weft.sampling_table import SamplingTable
 from weft.settings import batch_invariant
 from weft.trees import tree_leaves
@@ -76,7 +76,7 @@ class Nobody:
 
 
 NOBODY = Nobody()
-END, MEMBER = transfer.register(NOBODY), collective.register(NOBODY)
+END = MEMBER = transfer.register(NOBODY)
 
 
 def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:

@@ -107,8 +107,8 @@ def test_adapters_in_another_order_are_found(is_of_b: bool, monkeypatch: pytest.
         pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
         return sum(plain(*pair, None, batch_invariant) for pair in pairs)
 
-    module = importlib.import_module("weft.ops.lora")
-    plain: Any = module.multiply  # type: ignore[attr-defined]
+    module: Any = importlib.import_module("weft.ops.lora")
+    plain = module.multiply
     monkeypatch.setattr(module, "multiply", multiply)
     with pytest.raises(AssertionError, match="of 130 tokens"):
         check_adapters("cpu", torch.float32, 8)

@@ -16,7 +16,7 @@ from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
-from weft.stages.shares import WHOLE, Shard, adaptable
+from weft.stages.shares import WHOLE, Share, adaptable
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.prompts import EmbedsPrompt
@@ -72,7 +72,7 @@ def prompt_of(given: Any) -> Any:
     return EmbedsPrompt(ids, embeds, places if given == "image" else None)
 
 
-def model_of(kind: str, stage: tuple[int, int] = (0, 1), shard: Shard = WHOLE, seed: int = 1, **kinds: Any) -> Model:
+def model_of(kind: str, stage: tuple[int, int] = (0, 1), shard: Share = WHOLE, seed: int = 1, **kinds: Any) -> Model:
     """A share of a random model, which is without a checkpoint."""
     config = config_of(kind)
     layout = split_model(config, stage[1])[stage[0]]

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -305,6 +305,6 @@ def test_a_function_that_reads_values_is_refused() -> None:
 
 def test_what_is_no_function_or_no_mesh() -> None:
     with refused(MeshError, "weft.shard(an int, Mesh(tensor=2), ...)", "f is an int", "a function"):
-        weft.shard(3, TWO, weft.Replicate(), weft.Replicate())  # type: ignore[arg-type]
+        weft.shard(cast(Any, 3), TWO, weft.Replicate(), weft.Replicate())
     with refused(MeshError, "weft.shard(f, 2, ...)", "mesh is an int", "weft.Mesh(tensor=2), or <any>"):
         weft.shard(f, 2, weft.Replicate(), weft.Replicate())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.donation import refuse_donated
 from weft.errors import DescriptorError, DonatedError
-from weft.ops.transfers.collective import place_key
+from weft.ops.transfers.collective import current_place
 from weft.padding import padded_shape
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import (
@@ -300,7 +300,7 @@ def _ambient() -> tuple[tuple[str, Any], ...]:
     modes = tuple(_ByIdentity(mode) for mode in function_modes())
     hooks = tuple(_ByIdentity(hook) for hook in saved_tensors_hooks() or ())
     own = ("batch invariant", is_batch_invariant()), ("function modes", modes), ("hooks on saved tensors", hooks)
-    return (*switches(), *own, ("rank of a mesh", place_key()))
+    return (*switches(), *own, ("rank of a mesh", current_place()))
 
 
 @attrs.frozen(eq=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import ProgramError
 from weft.meshes.collectives import Collective, with_schema
-from weft.ops.transfers import collective, transfer
+from weft.ops.transfers import transfer
 from weft.schema import Schema
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
@@ -209,7 +209,7 @@ class ProcessLink:
 
     @functools.cached_property
     def member(self) -> int:
-        return collective.register(self)
+        return transfer.register(self)
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
         """This rank's result of a collective. Each rank tells all others where it is, and the end moves the tensors. On

@@ -136,7 +136,7 @@ class PeerEnd:
             raise MeshError(f"a mesh over {self.monitor.num_ranks} ranks", seen, "one mesh for a transport")
         outs = [self._views[rank].data_ptr() + self._met_at + own * _MET for rank in ranks]
         ins = [self._views[own].data_ptr() + self._met_at + rank * _MET for rank in ranks]
-        addresses = torch.tensor([outs, ins, [0] * len(ranks)], dtype=torch.int64, device=self.device)
+        addresses = torch.tensor([outs, ins], dtype=torch.int64, device=self.device)
         counts = torch.zeros(packed.PROGRAMS, dtype=torch.int64, device=self.device)
         return Group(addresses[0], addresses[1], counts)
 

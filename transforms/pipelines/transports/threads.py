@@ -16,7 +16,7 @@ from weft.arguments.checks import Rule, check_values
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.meshes.collectives import Collective, combine, with_schema
-from weft.ops.transfers import collective
+from weft.ops.transfers import transfer
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Edge, Step
@@ -182,7 +182,7 @@ class ThreadLink:
 
     @functools.cached_property
     def member(self) -> int:
-        return collective.register(self)
+        return transfer.register(self)
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
         if in_dispatch_mode():
