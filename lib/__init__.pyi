@@ -31,7 +31,8 @@ from .settings import (
     no_capture as no_capture,
 )
 from .stages.adapters import Adapter as Adapter, load_adapter as load_adapter
-from .stages.model import Model as Model, load as load
+from .stages.checkpoints.loading import load as load
+from .stages.model import Model as Model
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.evaluation.certificates import Certificate as Certificate

@@ -50,7 +50,7 @@ class Blocks:
     ranks: TensorRanks | None = None
 
     def total(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """What is added to the hidden states, from what this rank's share of a block returned."""
+        """The sum over the ranks of a block's result, which is added to the hidden states."""
         return added if self.ranks is None else self.ranks.total(sum_parts(added, hidden.dtype))
 
 

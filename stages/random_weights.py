@@ -15,14 +15,8 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.stages.adapters import Adapter
-from weft.stages.checkpoints.reading import (
-    Origin,
-    assemble,
-    checked_device,
-    checked_dtype,
-    digest_params,
-    stage_fields,
-)
+from weft.stages.checkpoints.digests import Origin, digest_params
+from weft.stages.checkpoints.reading import assemble, checked_device, checked_dtype, stage_fields
 from weft.stages.choices import pick_device, pick_dtype, pick_kv_dtype, pick_stage
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field

@@ -120,7 +120,7 @@ def cut_field(tensor: Tensor, whole: Field, own: Field) -> Tensor:
     parts = {(part.name, part.expert): part for part in whole.parts}
     for part in own.parts:
         source = parts[part.name, part.expert].place(tensor)
-        part.place(made).copy_(source[part.slices] if part.slices else source)
+        part.place(made).copy_(source[part.slices])
     return made
 
 

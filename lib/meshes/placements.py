@@ -143,7 +143,7 @@ def on_axes(given: Any, mesh: Mesh, call: str) -> tuple[Placement, ...]:
 
 
 def part_of(value: Tensor, placements: Sequence[Placement], mesh: Mesh, rank: int, call: str) -> Tensor:
-    """What a rank holds of a tensor. Shards are views.
+    """A rank's part of a tensor. Shards are views.
 
     Raises:
         MeshError: a dimension that the tensor lacks, or that the ranks cannot share evenly.

@@ -91,7 +91,7 @@ def _keys_of_the_first(name: str, whole: Field, own: Field, rank: int, kv_rank: 
 
 
 def _keys_in_turn(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
-    """Where several ranks have one head of keys and values, the heads go round."""
+    """Ranks take the heads of keys and values in turn, where neighbours should have the same one."""
     if not name.startswith("qkv"):
         return _share_field(name, whole, own, rank, kv_rank)
     shared = [part.shape[0] // mine.shape[0] for part, mine in zip(whole.parts, own.parts, strict=True)]

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from weft.errors import CheckpointNotFoundError
 from weft.stages.checkpoints.chat import ChatTemplate, read_chat_template
+from weft.stages.checkpoints.digests import digest_files
 from weft.stages.checkpoints.gguf.file import GgufFile, open_gguf
 from weft.stages.checkpoints.gguf.metadata import read_config
 from weft.stages.checkpoints.gguf.tensors import GgufTensors
@@ -22,7 +23,6 @@ from weft.stages.checkpoints.reading import (
     TensorReader,
     checked_device,
     checked_dtype,
-    digest_files,
     read_params,
     weight_files,
 )
@@ -49,7 +49,7 @@ class Checkpoint(Protocol):
         """Its chat template, or None."""
 
     def digest(self, call: str, /) -> str:
-        """A digest of its weights (`weft.stages.checkpoints.reading.digest_files`)."""
+        """A digest of its weights (`weft.stages.checkpoints.digests.digest_files`)."""
 
     def open(self, config: ModelConfig, device: torch.device, call: str, /) -> AbstractContextManager[TensorReader]:
         """A reader of its tensors."""

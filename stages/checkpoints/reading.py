@@ -1,6 +1,5 @@
-"""A checkpoint's tensors as a stage's parameters, those of a folder of safetensors; and a digest of its files."""
+"""A checkpoint's tensors as a stage's parameters, those of a folder of safetensors."""
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from weft.stages.layer_fields import Field, Part
 from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import WHOLE, Share, share_fields, share_rows
-from weft.trees import tree_leaves
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,11 +34,6 @@ _RULES: dict[str, Rule] = {
     "dtype": (lambda dtype: dtype in (None, *DTYPES.values()), f"one of {', '.join(map(str, DTYPES.values()))}")
 }
 _SHOWN = 4
-_SAMPLES, _BYTES = 512, 64
-"""Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
-_MAX_HEADER = 2**27
-_VALUES = 4
-"""Values of a tensor that a digest reads."""
 
 
 class TensorReader(Protocol):
@@ -140,7 +133,7 @@ def _fill(
 
 
 @attrs.frozen(eq=False)
-class Place:
+class PartView:
     """The view of a stage's parameters that holds one of the checkpoint's tensors, or a rank's share of it. Writing to
     it changes the parameters.
 
@@ -153,20 +146,22 @@ class Place:
     part: Part
 
     def own(self, whole: Tensor) -> Tensor:
-        """What belongs here of a tensor of the checkpoint's shape."""
-        return whole[self.part.slices] if self.part.slices else whole
+        """A rank's share of a tensor of the checkpoint's shape."""
+        return whole[self.part.slices]
 
 
-def places(params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Share = WHOLE) -> dict[str, Place]:
+def places(
+    params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Share = WHOLE
+) -> dict[str, PartView]:
     """The places of the checkpoint's tensors in a stage's parameters, or in a rank's share of them, by transformers'
     names."""
-    found: dict[str, Place] = {}
+    found: dict[str, PartView] = {}
     for path, field in stage_fields(config, layout, shard):
         *layer, name = path.split(".")
         owner = params.layers[int(layer[1]) - layout.start] if layer else params
         if path == "embed_tokens" and not layout.first:
             name = "lm_head"
-        found |= {part.name: Place(part.place(getattr(owner, name)), part) for part in field.parts}
+        found |= {part.name: PartView(part.place(getattr(owner, name)), part) for part in field.parts}
     if config.tie_word_embeddings and EMBED in found:
         found[HEAD] = found[EMBED]
     return found
@@ -357,60 +352,3 @@ def list_some(names: list[str]) -> str:
     """The names, or the first few and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(f"{name:.200}" for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-@attrs.frozen
-class Origin:
-    """Digests of the checkpoint that parameters were loaded from, by which ranks that hold different parts of a model
-    tell whether it is one model.
-
-    Args:
-        checkpoint: a digest of the whole checkpoint.
-        params: a digest of the part that was loaded, at that time.
-    """
-
-    checkpoint: str
-    params: str
-
-    def describe(self, params: Any) -> str:
-        """The checkpoint's digest, and whether the digest of the parameters has changed since."""
-        changed = ", changed since it was loaded" * (digest_params(params) != self.params)
-        return f"checkpoint {self.checkpoint}{changed}"
-
-
-def digest_files(folder: Path, files: Iterable[Path], header: int | None = None) -> str:
-    """A digest of the files of a checkpoint: of their names, sizes and headers, and of 512 samples of 64 bytes; small
-    files such as JSON are read as a whole. It tells checkpoints apart, but not files that differ in a few values.
-
-    Args:
-        header: bytes of each file's header; None: as a safetensors file says.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    files = sorted(set(files))
-    found = hashlib.blake2b(digest_size=8)
-    for file in files:
-        size = file.stat().st_size
-        found.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
-        with file.open("rb") as opened:
-            first = min(8 + int.from_bytes(opened.read(8), "little") if header is None else header, size)
-            opened.seek(0)
-            found.update(opened.read(min(first, _MAX_HEADER)))
-            count = max(_SAMPLES // len(files), 16)
-            for index in range(count):
-                opened.seek(first + max(size - first - _BYTES, 0) * index // (count - 1))
-                found.update(opened.read(_BYTES))
-    return found.hexdigest()
-
-
-def digest_params(params: Any) -> str:
-    """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It reads the values on the host."""
-    tensors = [leaf.detach() for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
-    found = hashlib.blake2b(digest_size=8)
-    found.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())
-    filled = [x.reshape(-1) for x in tensors if x.numel()]
-    samples = [x[:: max(x.numel() // _VALUES, 1)][:_VALUES].to(torch.float32) for x in filled]
-    if samples:
-        found.update(torch.cat(samples).cpu().numpy().tobytes())
-    return found.hexdigest()

@@ -20,13 +20,14 @@ from weft.donation import clone
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
 from weft.ops.gate import silu_mul
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter, reserve_slots, stage_params, with_adapters, write_slot
+from weft.stages.adapters import Adapter
 from weft.stages.config import parse_config
 from weft.stages.decoder import decoder_stage, feed_forward, project
 from weft.stages.functions import Normed
 from weft.stages.layout import empty_states, split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.slots import reserve_slots, stage_params, with_adapters, write_slot
 from weft.state import State, admit, advance, resolve
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder

@@ -17,7 +17,8 @@ from weft.errors import ProgramError
 from weft.ops.attention.paged import paged_attention
 from weft.stages import attend, attention_scores, sow, weighted_values
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import Speculation
 from weft.transforms.graphs.ladder import MODES

@@ -15,8 +15,9 @@ from weft.descriptor import CAPABILITIES
 from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
 from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, AttentionBackend
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation

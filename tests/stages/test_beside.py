@@ -14,8 +14,9 @@ from weft.batch import Batch
 from weft.errors import ProgramError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from weft.stages.adapters import load_adapter
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 
 
 def changed(folder: Path, file: str) -> None:

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from weft.batch import EMBEDDED, LAST_TOKEN, Batch
 from weft.errors import DescriptorError
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.stages.params import slice_params
 from weft.state import State, advance
 from weft.transforms.engine.setup import make_state

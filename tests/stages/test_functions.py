@@ -14,8 +14,9 @@ from weft.errors import ProgramError
 from weft.sampling import SamplingParams
 from weft.stages import StageFunctions
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import attention, feed_forward, norm
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate

@@ -19,9 +19,10 @@ from weft.outputs import IntermediateTensors
 from weft.stages import decoder
 from weft.stages.attention import rope
 from weft.stages.attention.rope import mrope_position_delta
+from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.stages.params import slice_params
 from weft.state import State, advance
 from weft.transforms.engine.engine import Engine

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from weft.display.quantities import error_size
 from weft.display.tables import Table
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.stages.params import num_bytes
 from weft.transforms.cli.options import Demo
 from weft.transforms.cli.printing import heading, printable, show

@@ -77,6 +77,7 @@ IDLE = {
     "eval": ("workload", "input_len", "output_len", "num_prompts", "temperature", "seed", "speculate", "draft"),
     "input_len": ("workload",),
     "output_len": ("workload",),
+    "gpus": ("pp", "tp"),
 }
 """For an option, those that count for nothing next to it."""
 
@@ -399,10 +400,7 @@ class Plan(ModelOptions):
     capacity: int = _machine("messages that an edge holds", whole("M"), 2)
 
     def check(self) -> None:
-        """Refuse a split beside a search for one, and neither, also."""
+        """Refuse a plan without a split or a search for one, also."""
         super().check()
-        written = " ".join(f"{flag_of(name)} {getattr(self, name)}" for name in ("pp", "tp") if name in self.given)
         if self.gpus is None and self.pp is None:
-            self.refuse(written, "neither --pp nor --gpus", "--pp 2, or --gpus 8 to try each split")
-        if self.gpus is not None and written:
-            self.refuse(f"{written} --gpus {self.gpus}", "a split, and GPUs over which all are tried", "one of them")
+            self.refuse("", "neither --pp nor --gpus", "--pp 2, or --gpus 8 to try each split")

@@ -15,10 +15,11 @@ from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
 from weft.errors import ConfigError, ConfigWarning, ProgramError, WeftError
 from weft.stages.checkpoints.formats import load_config, open_checkpoint
+from weft.stages.checkpoints.loading import load
 from weft.stages.choices import pick_attention, pick_device
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_model
 from weft.stages.shares import share_config
 from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions, Serve

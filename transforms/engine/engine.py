@@ -43,8 +43,7 @@ class Engine:
         model: from `weft.load`; with a pipeline over processes, this rank's stage (`weft.load(..., stage=...)`).
         limits: rows, tokens per step, pages. None: what fits in memory.
         pipeline: the number of stages that the layers are split into.
-        tensor: the number of ranks that share each layer, of heads, of inner columns and of the vocabulary; each has
-            its share of the model (`weft.load(..., shard=...)`) and a process. Of `pipeline * tensor` ranks, those that
+        tensor: the ranks that share each layer, each a process with its share (`weft.load(..., shard=...)`); those that
             share a stage are neighbours. None: as many as the model has shares.
         graph: one of `weft.transforms.MODES`.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
@@ -107,8 +106,7 @@ class Engine:
 
         self.limits = limits.resolve(model, split, speculation, executor)
         own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
-        slots = {name: slot for slot, name in enumerate(named)}
-        self._builder = RequestBuilder(model, num_logprobs, own_seed, slots, prefix_caching)
+        self._builder = RequestBuilder(model, num_logprobs, own_seed, self._weights.slots, prefix_caching)
         self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
         self._executor = executor(self.limits)
         self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size, self._builder.eos_ids)

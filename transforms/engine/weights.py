@@ -9,12 +9,14 @@ from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
 from weft.errors import RequestError
-from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
-from weft.stages.checkpoints.reading import Place, digest_params, list_some, places, tensor_shapes
+from weft.stages.adapters import Adapter
+from weft.stages.checkpoints.digests import digest_params
+from weft.stages.checkpoints.reading import PartView, list_some, places, tensor_shapes
 from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
+from weft.stages.slots import check_slot, stage_params, write_slot
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.options import RULES, Speculation
 from weft.transforms.engine.split import Split
@@ -73,7 +75,7 @@ class Weights:
         check_values(call, {"params": _PARAMS}, {"params": given})
         if isinstance(given, DecoderParams):
             own, given = _tensors(self.model.params), _tensors(given)
-            here = {name: Place(x, Part(name, tuple(x.shape))) for name, x in own.items()}
+            here = {name: PartView(x, Part(name, tuple(x.shape))) for name, x in own.items()}
             wrong, instead = here.keys() ^ given.keys(), f"parameters of the structure of {self.model!r}"
             where = "which either the model or the given parameters lack"
         else:
@@ -132,7 +134,7 @@ def _tensors(params: DecoderParams) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
 
 
-def _like(place: Place) -> Rule:
+def _like(place: PartView) -> Rule:
     """The rule of a tensor for a place: the checkpoint's shape, and, if one of them is in FP8, whose scales are other
     tensors, the place's dtype."""
     shape, dtype = place.part.stored_shape, place.view.dtype

@@ -15,7 +15,7 @@ from weft.transforms.pipelines.prediction import Prediction, predict_decode
 _BAR = 12
 """Characters of the longest bar."""
 _BOUNDS = {"memory": "memory", "transfers": "transfers", "collectives": "collectives", "the": "too few cohorts"}
-"""What bounds a step, by the first word of the answer."""
+"""The bottleneck in a word or two, by the first word of the answer."""
 
 
 @attrs.frozen

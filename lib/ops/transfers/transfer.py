@@ -39,7 +39,7 @@ def register(executor: Any) -> int:
 
 
 def find(number: int, call: str) -> Any:
-    """What a number stands for.
+    """The end or the member for which a number stands.
 
     Raises:
         ProgramError: it is gone; `call` names the operator's call.

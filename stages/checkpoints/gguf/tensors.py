@@ -94,7 +94,7 @@ class GgufTensors:
             # llama.cpp's llama turns neighbours in a head together, so there the two halves of a head alternate.
             halves: Tensor = found.unflatten(0, (heads, -1, 2))
             found = halves.transpose(1, 2).flatten(0, 2)
-        return found[part.slices] if part.slices else found
+        return found[part.slices]
 
     def _tensor(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         if kind := KINDS.get(stored.kind):

@@ -8,7 +8,7 @@ import torch
 from refusal import refused
 from torch import Tensor
 
-from weft.errors import MeshError
+from weft.errors import MeshError, ProgramError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Replicate
 from weft.ops.transfers.collective import (
@@ -20,8 +20,8 @@ from weft.ops.transfers.collective import (
     axis_size,
     placed,
     reduce_scatter,
-    register,
 )
+from weft.ops.transfers.transfer import register
 from weft.transforms.shards.shard import shard
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -124,8 +124,8 @@ def test_a_member_executes_what_is_called() -> None:
 
 def test_a_member_that_is_gone_is_named() -> None:
     place = Place(Mesh(tensor=1), 0, register(Alone()))
-    seen, instead = "a mesh whose ranks are gone", "call the sharded function again"
-    with placed(place), refused(MeshError, "'all_reduce sum among 0 [mb 0]'", seen, instead):
+    seen, instead = "a transport that is closed", "make a new one"
+    with placed(place), refused(ProgramError, "'all_reduce sum among 0 [mb 0]'", seen, instead):
         all_reduce(torch.ones(2), "tensor")
 
 

@@ -13,7 +13,7 @@ import torch
 from cli_calls import Weft, assert_refused
 
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli import bench
 from weft.transforms.cli.bench import as_report, start_engine, tables

@@ -13,7 +13,7 @@ from cli_calls import Weft, assert_refused
 from weft.display.durations import duration
 from weft.effects import Program
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.stages.params import num_bytes
 from weft.transforms.pipelines.checker import check
 
@@ -227,7 +227,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no stages said": ((), ("saw: neither --pp nor --gpus", "instead: --pp 2, or --gpus 8 to try each split")),
     "a split and a search": (
         ("--pp", "2", "--gpus", "4"),
-        ("error: weft plan --pp 2 --gpus 4", "saw: a split, and GPUs over which all are tried", "instead: one of them"),
+        ("error: weft plan --pp 2", "--gpus, with which --pp counts for nothing", "leave out --pp, or --gpus"),
     ),
     "shares of three heads": (("--pp", "1", "--tp", "3"), ("error: weft plan --tp 3", "heads")),
     "more GPUs than parts": (("--gpus", "1009"), ("error: weft plan --gpus 1009", "instead: fewer GPUs")),

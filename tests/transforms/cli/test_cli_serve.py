@@ -22,7 +22,7 @@ import pytest
 
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms.cli import serve
 from weft.transforms.cli.http_process import forwarded
 from weft.transforms.cli.options import Serve

@@ -10,7 +10,8 @@ from cli_calls import Weft, assert_refused
 
 from weft.stages import sow
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.transforms.engine.generate import generate
 
 MODEL = ("--model", str(DEMO), "--device", "cpu", "--prompt", "A list is", "--max-tokens", "4", "--json")

@@ -13,7 +13,8 @@ from weft.batch import Batch, ResolvedBatch
 from weft.sampling import SamplingParams
 from weft.stages import carry, sow
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms.engine.completion import CompletionState, Detokenizer, _overlap, special_ids
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.requests import Request

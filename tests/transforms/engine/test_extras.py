@@ -12,7 +12,8 @@ from weft.errors import ProgramError, RequestError
 from weft.outputs import PerRequest
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation

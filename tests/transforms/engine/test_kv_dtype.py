@@ -12,8 +12,9 @@ from weft.ops.rotary import rotate_and_keep
 from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation

@@ -11,7 +11,7 @@ from shares import LIMITS, PROMPTS, Asked, model_of, run, run_rank
 
 import weft
 from weft.errors import ProgramError, RequestError
-from weft.stages.adapters import reserve_slots, write_slot
+from weft.stages.slots import reserve_slots, write_slot
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.setup import make_runner
 from weft.transforms.graphs.ladder import Limits

@@ -11,7 +11,8 @@ from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import Completion, generate

@@ -136,7 +136,7 @@ def test_shares_need_processes(transport: Any) -> None:
 
 
 def with_the_other_share() -> str:
-    """What an engine says of the share of another rank."""
+    """The error of an engine that is given another rank's share."""
     transport = Distributed()
     share = weft.load("demo", "cpu", shard=(1 - int(os.environ["RANK"]), 2))
     try:

@@ -17,7 +17,7 @@ from weft.donation import clone
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from weft.batch import Batch
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms import CapturedGraph, CapturedGraphs, Limits, graphify, make_runner, make_state, piecewise
 from weft.transforms.graphs.calls.key import CacheInfo
 

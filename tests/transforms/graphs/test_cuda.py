@@ -14,7 +14,8 @@ from weft.errors import CaptureError
 from weft.proofs.strategies import Rows
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphified import Graphified

@@ -6,7 +6,8 @@ import pytest
 from serving import Served, served
 
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 
 
 @pytest.fixture(scope="package")

@@ -15,7 +15,8 @@ from hypothesis import Phase, event, given, settings, strategies as st
 
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.transforms.server.grammars import compiling, masks as masks_module, schemas
 from weft.transforms.server.grammars.compiling import GrammarLimits, Tokens
 from weft.transforms.server.grammars.masks import Grammars, Masks

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from serving import Served, served
 
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms.engine.options import EngineLimits
 
 httpx = pytest.importorskip("httpx")

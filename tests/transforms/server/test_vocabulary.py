@@ -3,8 +3,8 @@
 from hypothesis import example, given, settings, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from weft.stages.checkpoints.loading import load
 from weft.stages.checkpoints.tokenizer import token_ids
-from weft.stages.model import load
 from weft.transforms.server.vocabulary import Vocabulary
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft import __version__
 from weft.ops.register import triton_version
 from weft.sampling import SamplingParams
-from weft.stages.checkpoints.reading import digest_params
+from weft.stages.checkpoints.digests import digest_params
 from weft.stages.model import Model
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.evaluation.programs import digest_functions
@@ -32,7 +32,7 @@ def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, st
 
 
 def seen_of(model: Model) -> tuple[str, str]:
-    """What tells later whether a model's weights, and its functions, were changed: the in-place changes that torch has
+    """A mark that shows later changes of a model's weights, and of its functions: the in-place changes that torch has
     counted, and four values of each tensor; for a batch-invariant model, since others have no certificates."""
     if not model.functions.batch_invariant:
         return "", ""

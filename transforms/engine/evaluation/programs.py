@@ -172,7 +172,7 @@ def _named(value: Any) -> str:
 
 
 def _of_code(code: CodeType) -> Iterator[Any]:
-    """What code does, without its file, its lines and its name."""
+    """The instructions of code and their constants, without its file, its lines and its name."""
     yield from (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     yield from (code.co_code, code.co_exceptiontable, code.co_names, code.co_varnames, code.co_freevars)
     yield from code.co_consts

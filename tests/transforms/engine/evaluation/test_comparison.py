@@ -5,7 +5,7 @@ import pytest
 
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms.engine.evaluation.comparison import (
     TOLERANCE,
     RunComparison,

@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.scoring import Task, read_tasks, score
 from weft.transforms.engine.options import EngineLimits

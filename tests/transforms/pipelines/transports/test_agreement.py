@@ -15,9 +15,9 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import ProgramError, RankError
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
-from weft.stages.model import load
 from weft.state import advance
 from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs import cache

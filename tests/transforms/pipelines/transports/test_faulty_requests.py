@@ -11,7 +11,8 @@ import torch
 
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import Model, load
+from weft.stages.checkpoints.loading import load
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.pipelines.transports import Transport

@@ -15,8 +15,9 @@ from weft.batch import Batch
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
 from weft.stages.checkpoints.reading import places
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate

@@ -1,0 +1,75 @@
+"""Digests of a checkpoint's files and of parameters, by which ranks tell whether they hold parts of one model."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.trees import tree_leaves
+
+_SAMPLES, _BYTES = 512, 64
+"""Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
+_MAX_HEADER = 2**27
+_VALUES = 4
+"""Values of a tensor that a digest reads."""
+
+
+@attrs.frozen
+class Origin:
+    """Digests of the checkpoint that parameters were loaded from, by which ranks that hold different parts of a model
+    tell whether it is one model.
+
+    Args:
+        checkpoint: a digest of the whole checkpoint.
+        params: a digest of the part that was loaded, at that time.
+    """
+
+    checkpoint: str
+    params: str
+
+    def describe(self, params: Any) -> str:
+        """The checkpoint's digest, and whether the digest of the parameters has changed since."""
+        changed = ", changed since it was loaded" * (digest_params(params) != self.params)
+        return f"checkpoint {self.checkpoint}{changed}"
+
+
+def digest_files(folder: Path, files: Iterable[Path], header: int | None = None) -> str:
+    """A digest of the files of a checkpoint: of their names, sizes and headers, and of 512 samples of 64 bytes; small
+    files such as JSON are read as a whole. It tells checkpoints apart, but not files that differ in a few values.
+
+    Args:
+        header: bytes of each file's header; None: as a safetensors file says.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = sorted(set(files))
+    found = hashlib.blake2b(digest_size=8)
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
+        with file.open("rb") as opened:
+            first = min(8 + int.from_bytes(opened.read(8), "little") if header is None else header, size)
+            opened.seek(0)
+            found.update(opened.read(min(first, _MAX_HEADER)))
+            count = max(_SAMPLES // len(files), 16)
+            for index in range(count):
+                opened.seek(first + max(size - first - _BYTES, 0) * index // (count - 1))
+                found.update(opened.read(_BYTES))
+    return found.hexdigest()
+
+
+def digest_params(params: Any) -> str:
+    """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It reads the values on the host."""
+    tensors = [leaf.detach() for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
+    found = hashlib.blake2b(digest_size=8)
+    found.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())
+    filled = [x.reshape(-1) for x in tensors if x.numel()]
+    samples = [x[:: max(x.numel() // _VALUES, 1)][:_VALUES].to(torch.float32) for x in filled]
+    if samples:
+        found.update(torch.cat(samples).cpu().numpy().tobytes())
+    return found.hexdigest()

