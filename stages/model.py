@@ -205,7 +205,8 @@ class Model:
         ...         hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
         ...         return 2 * hidden, kv_pages
         ...     return run
-        >>> model = load("demo", "cpu")
+        >>> import weft
+        >>> model = weft.load("demo", "cpu")
         >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, extras: logits / 2)
         """
         call = "model.with_stages(...)"
