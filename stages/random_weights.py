@@ -258,6 +258,6 @@ def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, se
     deltas = {}
     for name in names:
         rows, columns = parts[name].shape
-        a, b = (torch.randn(size, generator=generator) * std for size in ((rank, columns), (rows, rank)))
+        a, b = (torch.randn(size, generator=generator, device="cpu") * std for size in ((rank, columns), (rows, rank)))
         deltas[name] = (a, b)
     return Adapter(deltas, Path(f"random {seed}"))

@@ -67,16 +67,17 @@ def prompt_of(given: Any) -> Any:
     if isinstance(given, list):
         return given
     ids = [1, 2, 3, *[EMBEDDED] * 4, 5]
-    embeds = torch.randn(len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
-    places = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 5], [0, 1, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 4, 3, 4, 5]])
+    with torch.device("cpu"):
+        embeds = torch.randn(len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+        places = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 5], [0, 1, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 4, 3, 4, 5]])
     return EmbedsPrompt(ids, embeds, places if given == "image" else None)
 
 
 def model_of(kind: str, stage: tuple[int, int] = (0, 1), shard: Share = WHOLE, seed: int = 1, **kinds: Any) -> Model:
-    """A share of a random model, which is without a checkpoint."""
-    config = config_of(kind)
+    """A share of a random model, which is without a checkpoint, on torch's default device."""
+    config, device = config_of(kind), torch.get_default_device()
     layout = split_model(config, stage[1])[stage[0]]
-    params = random_params(config, layout, seed=seed, device="cpu", dtype=torch.float32, std=0.3, shard=shard)
+    params = random_params(config, layout, seed=seed, device=device, dtype=torch.float32, std=0.3, shard=shard)
     return Model(config, params, None, Path("a small model"), layout=layout, shard=shard, **kinds)
 
 
@@ -187,10 +188,11 @@ def other_weights(what: str) -> str:
     return "no error"
 
 
-def run_rank(every: Mapping[str, Asked], tensor: int) -> dict[str, Any]:
+def run_rank(every: Mapping[str, Asked], tensor: int, backend: Any = "gloo") -> dict[str, Any]:
     """A rank's part of each engine."""
     torch.set_num_threads(1)
-    transport, found = Distributed(timeout=60), {}
+    transport, found = Distributed(backend=backend, timeout=60), {}
+    torch.set_default_device(transport.device)
     stages = transport.num_ranks // tensor
     for name, asked in every.items():
         place = (transport.rank // tensor, stages), (transport.rank % tensor, tensor)

@@ -69,21 +69,40 @@ def flat(values: Any) -> list[float]:
     return [x for own in values for x in flat(own)] if isinstance(values, list | tuple) else [float(values)]
 
 
+def assert_said(name: str, wanted: tuple[Any, Any], shared: list[dict[str, Any]]) -> None:
+    """All ranks say the tokens of one process and logprobs next to its own, and the same bits."""
+    for rank, every in enumerate(shared):
+        found, own_counts = every[name]
+        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted[0]], f"rank {rank}"
+        if rank == 0:  # pages and preemptions differ where stages are several
+            assert own_counts["pages_held"] == wanted[1]["pages_held"] == 0
+        for own, other in zip(found, wanted[0], strict=True):
+            pairs = zip(flat([own[1], own[3]]), flat([other[1], other[3]]), strict=True)
+            assert all(math.isclose(x, y, abs_tol=2e-4, rel_tol=1e-4) for x, y in pairs)
+        assert found == shared[0][name][0], "all ranks return the same bits"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_ranks_that_share_layers_say_what_one_process_says(
     name: str, alone: dict[str, Any], shared: list[dict[str, Any]]
 ) -> None:
-    wanted, counts = alone[name]
-    for rank, every in enumerate(shared):
-        found, own_counts = every[name]
-        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted], f"rank {rank}"
-        if rank == 0:  # pages and preemptions differ where stages are several
-            assert own_counts["pages_held"] == counts["pages_held"] == 0
-        for own, other in zip(found, wanted, strict=True):
-            pairs = zip(flat([own[1], own[3]]), flat([other[1], other[3]]), strict=True)
-            assert all(math.isclose(x, y, abs_tol=2e-4, rel_tol=1e-4) for x, y in pairs)
-        assert found == shared[0][name][0], "all ranks return the same bits"
+    assert_said(name, alone[name], shared)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("split", [(2, 2), (2, 4), (4, 4)], ids=["tp 2", "tp 2 x pp 2", "tp 4"])
+def test_gpus_that_share_layers_say_what_one_says(split: tuple[int, int], backend: str) -> None:
+    tensor, ranks = split
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    names = [name for name in EVERY if tensor == 2 or EVERY[name].kind != "one kv head"]
+    every = {name: EVERY[name] for name in names}
+    shared = launch(run_rank, ranks, every, tensor, backend, timeout=120)
+    with torch.device("cuda:0"):
+        for name, asked in every.items():
+            assert_said(name, run(asked, model_of(asked.kind, **asked.model)), shared)
 
 
 @pytest.mark.slow
