@@ -266,23 +266,25 @@ def _on_hazards(data: st.DataObject, device: str) -> None:
 
 
 def _sharded(data: st.DataObject, device: str) -> None:
-    laws.shards_are_the_function(data.draw(strategies.rank_functions()))
+    laws.shards_are_the_function(data.draw(strategies.rank_functions()).to(device))
 
 
 def _shards_transformed(data: st.DataObject, device: str) -> None:
     parts = data.draw(st.integers(1, 2))
-    laws.shards_commute(data.draw(strategies.rank_functions(multiple=parts)), parts, data.draw(st.integers(1, 3)))
+    function = data.draw(strategies.rank_functions(multiple=parts)).to(device)
+    laws.shards_commute(function, parts, data.draw(st.integers(1, 3)))
 
 
 def _shards_pipelined(data: st.DataObject, device: str) -> None:
     mesh, parts, columns = data.draw(strategies.meshes()), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     stage = strategies.rank_functions(mesh, max_steps=4, multiple=parts, columns=columns)
-    laws.stages_of_shards_are_stages(data.draw(st.lists(stage, min_size=1, max_size=3)), parts)
+    functions = data.draw(st.lists(stage, min_size=1, max_size=3))
+    laws.stages_of_shards_are_stages([function.to(device) for function in functions], parts)
 
 
 def _shards_derived(data: st.DataObject, device: str) -> None:
     function = data.draw(strategies.rank_functions(updates=("state: functional", "state: unchanged")))
-    laws.derivatives_of_shards_are_derivatives(function, data.draw(st.sampled_from(sorted(laws.SHARD_TRANSFORMS))))
+    laws.derivatives_of_shards_are_derivatives(function.to(device), data.draw(st.sampled_from(sorted(laws.SHARD_TRANSFORMS))))
 
 
 def _ranks_disagree(data: st.DataObject, device: str) -> None:

@@ -19,6 +19,7 @@ from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, ax
 from weft.proofs.strategies.models import Scenario, scenarios
 from weft.stages.shares import share_config
 from weft.transforms.shards.shard import Sharded, shard
+from weft.trees import tree_map
 
 Step = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], Tensor]
 """`(params, state, x) -> x`."""
@@ -57,6 +58,11 @@ class RankFunction:
     def stage(self) -> Callable[..., Any]:
         """The sharded function as a stage of a pipeline."""
         return as_stage(self.sharded())
+
+    def to(self, device: str) -> "RankFunction":
+        """The function, with its tensors on a device."""
+        params, state, inputs = tree_map(lambda x: x.to(device), (self.params, self.state, self.inputs))
+        return attrs.evolve(self, params=params, state=state, inputs=inputs)
 
     def on_one_rank(self) -> Mesh:
         """A mesh of one rank, with the same axes."""
