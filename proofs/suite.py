@@ -284,7 +284,9 @@ def _shards_pipelined(data: st.DataObject, device: str) -> None:
 
 def _shards_derived(data: st.DataObject, device: str) -> None:
     function = data.draw(strategies.rank_functions(updates=("state: functional", "state: unchanged")))
-    laws.derivatives_of_shards_are_derivatives(function.to(device), data.draw(st.sampled_from(sorted(laws.SHARD_TRANSFORMS))))
+    laws.derivatives_of_shards_are_derivatives(
+        function.to(device), data.draw(st.sampled_from(sorted(laws.SHARD_TRANSFORMS)))
+    )
 
 
 def _ranks_disagree(data: st.DataObject, device: str) -> None:

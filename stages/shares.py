@@ -6,6 +6,8 @@ Where there are fewer key and value heads than ranks, several hold the same one.
 the vocabulary, to whose end zeros are added where it is not a multiple of the number of ranks.
 """
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 import torch.nn.functional as F
@@ -121,6 +123,16 @@ def cut_field(tensor: Tensor, whole: Field, own: Field) -> Tensor:
     for part in own.parts:
         source = parts[part.name, part.expert].place(tensor)
         part.place(made).copy_(source[part.slices])
+    return made
+
+
+def join_field(shares: Sequence[Tensor], own: Sequence[Field], whole: Field) -> Tensor:
+    """A field's tensor from the shares of all ranks, in order: `cut_field`, undone."""
+    made = shares[0].new_zeros(whole.shape)
+    parts = {(part.name, part.expert): part for part in whole.parts}
+    for tensor, field in zip(shares, own, strict=True):
+        for part in field.parts:
+            parts[part.name, part.expert].place(made)[part.slices] = part.place(tensor)
     return made
 
 

@@ -19,7 +19,7 @@ from weft.stages.layer_fields import Field, Part
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
-from weft.stages.shares import cut_field, share_config, share_fields, share_rows
+from weft.stages.shares import cut_field, join_field, share_config, share_fields, share_rows
 from weft.trees import leaves_with_names
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
@@ -37,14 +37,20 @@ def assert_cuts(whole: Model, shares: list[Model]) -> None:
     config, count = whole.config, len(shares)
     (layout,) = split_layers(config.num_layers, 1)
     fields, tensors = dict(stage_fields(config, layout)), leaves(whole.params)
+    owns, founds = [dict(stage_fields(config, layout, (rank, count))) for rank in range(count)], list[Any]()
     for rank, share in enumerate(shares):
         assert share.shard == (rank, count)
-        own, found = dict(stage_fields(config, layout, (rank, count))), leaves(share.params)
+        own, found = owns[rank], leaves(share.params)
+        founds.append(found)
         paths = {name: name.lstrip(".").replace("[", ".").replace("]", "") for name in found}
         for name, tensor in found.items():
             if paths[name] in fields:
                 expected = cut_field(tensors[name], fields[paths[name]], own[paths[name]])
                 assert torch.equal(tensor, expected), name
+    for name in founds[0]:
+        if (path := name.lstrip(".").replace("[", ".").replace("]", "")) in fields:
+            joined = join_field([found[name] for found in founds], [own[path] for own in owns], fields[path])
+            assert torch.equal(joined, tensors[name]), name
     for index, layer in enumerate(whole.params.layers):
         own_layers = [share.params.layers[index] for share in shares]
         assert_heads(config, layer, own_layers)

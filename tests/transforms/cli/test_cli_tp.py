@@ -5,10 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_calls import Weft, assert_refused
 
+import weft as weft_package
 from weft.stages.checkpoints.known_models import DEMO
 
 OPTIONS = ("--model", str(DEMO), "--prompt", "A list", "--prompt", "The function", "--max-tokens", "5", "--json")
@@ -51,6 +53,16 @@ def test_ranks_that_share_layers_say_what_one_process_says(flags: str, alone: li
         assert result(weft(*flags.split())) == result(weft(*flags.split()[2:]))
     else:
         assert result(weft(*flags.split())) == alone
+
+
+@pytest.mark.slow
+def test_a_certificate_names_the_weights_of_the_whole_model(tmp_path: Path) -> None:
+    found = []
+    for flags in ("--tp 1", "--tp 2", "--tp 2 --pp 2"):
+        file = tmp_path / f"{flags}.json"
+        result(weft(*flags.split(), "--batch-invariant", "--certificates", str(file)))
+        found.append([(one.weights, one.program) for one in weft_package.Certificate.load_all(file)])
+    assert found[0] == found[1] == found[2]
 
 
 def free_port() -> int:

@@ -2,8 +2,9 @@
 
 import hashlib
 import platform
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,22 @@ import torch
 from torch import Tensor
 
 from weft import __version__
+from weft.meshes.collectives import AllGather
 from weft.ops.register import triton_version
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.digests import digest_params
+from weft.stages.checkpoints.reading import stage_fields
 from weft.stages.model import Model
+from weft.stages.shares import WHOLE, join_field
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.evaluation.programs import digest_functions
 from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.messages import as_bytes
 from weft.trees import leaves_with_names
 
+_AT_ONCE = 8
+"""The most tensors that are digested at a time."""
 _BYTES = 2**26
 """The most bytes that a digest copies from a device at a time."""
 
@@ -44,13 +52,43 @@ def _glance(tensors: dict[str, Tensor]) -> str:
 
 
 def digest_weights(model: Model, transport: Transport) -> str:
-    """A digest of the bytes of all weights of a model, and of those beside it. On the ranks of a pipeline it is of the
-    whole model, and every rank makes the call."""
-    own = dict(_tensors(model))
+    """A digest of the bytes of all weights of a model, and of those beside it. It is of the whole model, however ranks
+    share it, and every rank makes the call."""
+    digests, pending = dict[str, str](), deque[tuple[str, Future[str]]]()
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
-        digests = dict(zip(own, pool.map(_digest_tensor, own.values()), strict=True))
+        for name, x in _whole_tensors(model, transport):
+            pending.append((name, pool.submit(_digest_tensor, x)))
+            if len(pending) > _AT_ONCE:
+                digests |= _ended(pending)
+        while pending:
+            digests |= _ended(pending)
     found = {name: text for part in transport.collect(digests) for name, text in part.items()}
     return _short(f"{name} {found[name]}\n" for name in sorted(found))
+
+
+def _ended(pending: deque[tuple[str, Future[str]]]) -> dict[str, str]:
+    name, digest = pending.popleft()
+    return {name: digest.result()}
+
+
+def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a stage, put together from those of the ranks that share it, one after another."""
+    index, count = model.shard
+    if not isinstance(transport, Distributed) or count == 1:
+        yield from _tensors(model)
+        return
+    first = transport.rank - index
+    among = AllGather(tuple(range(first, first + count)))
+    whole, *own = (
+        dict(stage_fields(model.config, model.layout, share)) for share in (WHOLE, *((i, count) for i in range(count)))
+    )
+    for name, x in _tensors(model):
+        path = "embed_tokens" if name == "lm_head" and name not in whole else name
+        if path in whole and any(fields[path] != whole[path] for fields in own):
+            flat = transport.end.perform(among, as_bytes(x.contiguous()), 0)
+            every = [part.view(x.dtype).view(x.shape) for part in flat.chunk(count)]
+            x = join_field(every, [fields[path] for fields in own], whole[path])
+        yield name, x
 
 
 def digest(tree: Any) -> str:
