@@ -3,7 +3,6 @@
 They are data like `weft.effects.Send`: they print, and parse back.
 """
 
-import functools
 import re
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.meshes.placements import REDUCTIONS
+from weft.ops.parts import balanced
 from weft.schema import Schema, TensorSchema
 
 
@@ -45,7 +45,7 @@ class AllReduce(_Meeting):
 
     Args:
         ranks, microbatch, schema: the ranks that take part, in order; the micro-batch; each rank's tensor, if known.
-        reduce_op: `sum`, `max` or `min`. Sums are made in the order of the ranks.
+        reduce_op: `sum`, `max` or `min`. A sum is a balanced tree over the ranks in their order (`reduced`).
     """
 
     reduce_op: str = "sum"
@@ -140,11 +140,15 @@ def with_schema(effect: Collective, x: Tensor) -> Collective:
 
 
 def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """The sum (maximum, minimum) of tensors, first to last. A sum of 16-bit values is made in float32, and rounded
-    once."""
+    """The sum (maximum, minimum) of tensors, as a balanced tree: neighbours are added, then neighbouring sums. A sum of
+    16-bit values is made in float32, and rounded once.
+
+    >>> reduced([torch.tensor(2.0**25), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0)], "sum") - 2.0**25
+    tensor(4.)
+    """
     if reduce_op != "sum" or inputs[0].dtype not in (torch.float16, torch.bfloat16):
-        return functools.reduce(REDUCTIONS[reduce_op], inputs)
-    return functools.reduce(REDUCTIONS[reduce_op], [x.float() for x in inputs]).to(inputs[0].dtype)
+        return balanced(REDUCTIONS[reduce_op], inputs)
+    return balanced(REDUCTIONS[reduce_op], [x.float() for x in inputs]).to(inputs[0].dtype)
 
 
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:

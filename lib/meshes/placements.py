@@ -4,7 +4,6 @@
 These are classes of their own because the import of torch's takes as long as that of torch.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from weft.arguments.checks import kind_of
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
+from weft.ops.parts import balanced
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": operator.add,
@@ -185,5 +185,5 @@ def _joined(group: list[Tensor], placement: Placement) -> Tensor:
         case Shard(dim):
             return torch.cat(group, dim)
         case Partial(reduce_op):
-            return functools.reduce(REDUCTIONS[reduce_op], group)
+            return balanced(REDUCTIONS[reduce_op], group)
     return group[0]

@@ -70,8 +70,8 @@ def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
     """The sum of the tensors of all ranks along an axis of the mesh, on each of them: JAX's `psum`.
 
     Args:
-        x: of one shape and dtype on all ranks. A sum is made in that dtype, or in float32 for 16-bit values, in the
-            order of the ranks.
+        x: of one shape and dtype on all ranks. A sum is made in that dtype, or in float32 for 16-bit values, as a
+            balanced tree over the ranks in their order: `(x0 + x1) + (x2 + x3)`.
         axis: of the mesh.
         reduce_op: `sum`, `max` or `min`.
 

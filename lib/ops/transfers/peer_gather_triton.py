@@ -2,7 +2,8 @@
 
 Each rank stores its words, each with the number of the collective (`weft.ops.transfers.peer_packed_triton`), into an
 inbox of every other rank, and waits until those of all others are there. The sum of 16-bit values is made in float32,
-in the order of the ranks, and rounded once, so that all ranks get the same bits (one-shot all-reduce).
+as a balanced tree over the ranks in their order, and rounded once, so that all ranks get the same bits (one-shot
+all-reduce).
 
 An inbox has two slots, which take turns, and needs no acknowledgement: a rank that has all words of collective k knows
 that every other rank has sent them, and so has read those of k - 1, in whose slot those of k + 1 will be.
@@ -10,6 +11,7 @@ that every other rank has sent them, and so has read those of k - 1, in whose sl
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -22,6 +24,52 @@ INBOX = SLOTS * MOST
 _WARPS = 8
 _PAIRS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """The dtypes of which a word of 4 bytes holds two values."""
+
+
+@triton.constexpr_function
+def _half(count):
+    """The ranks in the left part of a balanced tree: a power of two."""
+    return 1 << ((count - 1).bit_length() - 1)
+
+
+@triton.jit
+def _receive(word, ins, slot, inside, flag, abort, PEER: tl.constexpr, OWN: tl.constexpr):
+    """A rank's words, once they are there, and which of them are."""
+    if PEER == OWN:
+        return word, inside
+    else:
+        inbox = tl.load(ins + PEER).to(tl.pointer_type(tl.int64))
+        late = 1
+        waiting = True
+        packed = tl.zeros_like(slot)
+        while waiting:
+            packed = tl.load(inbox + slot, mask=inside, other=0, volatile=True)
+            late = tl.sum((inside & ((packed >> 32) != flag)).to(tl.int32), 0)
+            waiting = (late > 0) and (tl.load(abort, volatile=True) == 0)
+        return packed.to(tl.int32), inside & ((packed >> 32) == flag)
+
+
+@triton.jit
+def _sum(
+    word, ins, slot, inside, flag, abort, FIRST: tl.constexpr, COUNT: tl.constexpr, OWN: tl.constexpr,
+    PAIR: tl.constexpr,
+):  # fmt: skip
+    """The sum of the words of COUNT ranks from FIRST on, as a balanced tree: the low and the high value of a word, or
+    the same twice if a word is one value; and which words are there."""
+    if COUNT > 1:
+        HALF: tl.constexpr = _half(COUNT)
+        low, high, there = _sum(word, ins, slot, inside, flag, abort, FIRST, HALF, OWN, PAIR)
+        more, most, too = _sum(word, ins, slot, inside, flag, abort, FIRST + HALF, COUNT - HALF, OWN, PAIR)
+        return low + more, high + most, there & too
+    else:
+        theirs, there = _receive(word, ins, slot, inside, flag, abort, FIRST, OWN)
+        if PAIR is None:
+            value = theirs.to(tl.float32, bitcast=True)
+            return value, value, there
+        else:
+            one = (theirs & 0xFFFF).to(tl.int16).to(PAIR, bitcast=True).to(tl.float32)
+            two = ((theirs >> 16) & 0xFFFF).to(tl.int16).to(PAIR, bitcast=True).to(tl.float32)
+            return one, two, there
 
 
 @kernel(do_not_specialize=["words"])
@@ -41,32 +89,14 @@ def _gather_kernel(
     for peer in tl.static_range(RANKS):
         if peer != OWN:
             tl.store(tl.load(outs + peer).to(tl.pointer_type(tl.int64)) + slot, packed, mask=inside)
-    low = tl.zeros([BLOCK], dtype=tl.float32)
-    high = tl.zeros([BLOCK], dtype=tl.float32)
     there = inside
-    for peer in tl.static_range(RANKS):
-        theirs = word
-        if peer != OWN:
-            inbox = tl.load(ins + peer).to(tl.pointer_type(tl.int64))
-            late = 1
-            waiting = True
-            while waiting:
-                packed = tl.load(inbox + slot, mask=inside, other=0, volatile=True)
-                late = tl.sum((inside & ((packed >> 32) != flag)).to(tl.int32), 0)
-                waiting = (late > 0) and (tl.load(abort, volatile=True) == 0)
-            there = there & ((packed >> 32) == flag)
-            theirs = packed.to(tl.int32)
-        if not SUM:
+    if not SUM:
+        for peer in tl.static_range(RANKS):
+            theirs, came = _receive(word, ins, slot, inside, flag, abort, peer, OWN)
+            there = there & came
             tl.store(target + peer * words + program * share + offsets, theirs, mask=there)
-        elif PAIR is None:
-            value = theirs.to(tl.float32, bitcast=True)
-            low = value if peer == 0 else low + value
-        else:
-            one = (theirs & 0xFFFF).to(tl.int16).to(PAIR, bitcast=True).to(tl.float32)
-            two = ((theirs >> 16) & 0xFFFF).to(tl.int16).to(PAIR, bitcast=True).to(tl.float32)
-            low = one if peer == 0 else low + one
-            high = two if peer == 0 else high + two
-    if SUM:
+    else:
+        low, high, there = _sum(word, ins, slot, inside, flag, abort, 0, RANKS, OWN, PAIR)
         if PAIR is None:
             total = low.to(tl.int32, bitcast=True)
         else:

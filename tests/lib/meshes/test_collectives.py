@@ -102,6 +102,15 @@ def test_the_results_are_those_of_loops(effect: Collective) -> None:
     assert [made.tolist() for made in combine(effect, inputs)] == brute_force(effect, inputs)
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_sum_is_a_balanced_tree(count: int) -> None:
+    """Equal halves are summed alone, and then their sums: so a rank may sum what other ranks would bring."""
+    xs = list(torch.randn(count, 1000, generator=torch.Generator().manual_seed(count)))
+    halves = 1 << (count - 1).bit_length() >> 1
+    expected = reduced(xs[:halves], "sum") + reduced(xs[halves:], "sum") if count > 1 else xs[0]
+    assert torch.equal(reduced(xs, "sum"), expected)
+
+
 def test_sums_of_halves_are_rounded_once() -> None:
     parts = [torch.tensor([1.0], dtype=torch.bfloat16), *[torch.tensor([2.0**-9], dtype=torch.bfloat16)] * 4]
     assert reduced(parts, "sum") == torch.tensor([1.0 + 2.0**-7], dtype=torch.bfloat16)
