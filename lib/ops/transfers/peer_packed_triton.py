@@ -89,7 +89,7 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
         counts: [PROGRAMS] int64, the sender's own: messages so far.
         abort: [1] int32: not 0 ends every wait.
     """
-    programs, share = shares_of(source)
+    programs, share = shares_of(source.numel())
     _send_kernel[(programs,)](
         source, slots, acks, counts, abort, source.numel(), share,
         SLOTS=slots.shape[0], REGION=REGION, BLOCK=block_of(share), MOST=MOST, num_warps=_WARPS,
@@ -101,7 +101,7 @@ def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 
     The arguments are those of `send` seen from the other side: slots are the receiver's own memory, acks the sender's.
     """
-    programs, share = shares_of(target)
+    programs, share = shares_of(target.numel())
     _recv_kernel[(programs,)](
         target, slots, acks, counts, abort, target.numel(), share,
         SLOTS=slots.shape[0], REGION=REGION, BLOCK=block_of(share), MOST=MOST, num_warps=_WARPS,
@@ -113,9 +113,8 @@ def block_of(share: int) -> int:
     return next(block for block in _BLOCKS if share <= block)
 
 
-def shares_of(message: Tensor) -> tuple[int, int]:
-    """The programs of a launch and the words of each share: the same on both ends."""
-    words = message.numel()
+def shares_of(words: int) -> tuple[int, int]:
+    """The programs of a launch and the words of each share, for a message of so many: the same on both ends."""
     assert words <= MOST, "a longer message goes by peer_triton"
     programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
     share = max(cdiv(cdiv(words, programs), _ALIGNED), 1) * _ALIGNED

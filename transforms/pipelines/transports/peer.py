@@ -8,21 +8,18 @@ import torch
 from torch import Tensor
 
 from weft.errors import MeshError
-from weft.meshes.collectives import AllReduce, Collective, combine
+from weft.meshes.collectives import Collective
 from weft.ops.kernel_triton import compiling
-from weft.ops.transfers import peer_gather_triton as meeting, peer_packed_triton as packed, peer_triton as bulk
+from weft.ops.transfers import peer_exchange_triton as meeting, peer_packed_triton as packed, peer_triton as bulk
 from weft.ops.transfers.peer_triton import PROGRAMS
 from weft.torchapi.distributed import symmetric_memory
 from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
+from weft.transforms.pipelines.transports.peer_group import PeerGroup
 
 SLOT_BYTES = 2**24
 """Bytes of a slot; a longer message goes in parts."""
 _COUNTS = PROGRAMS * 8
-_MET = 8 * meeting.INBOX
-"""Bytes of an inbox for collectives."""
-_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that one kernel sums."""
 
 
 @attrs.frozen(eq=False)
@@ -38,16 +35,6 @@ class Channel:
     packed_slots: Tensor
     packed_acks: Tensor
     packed_counts: Tensor
-
-
-@attrs.frozen(eq=False)
-class Group:
-    """The inboxes of the ranks of a collective (`weft.ops.transfers.peer_gather_triton`): for each rank the address
-    there of this one's, and here of its own; and the collectives so far."""
-
-    outs: Tensor
-    ins: Tensor
-    counts: Tensor
 
 
 class PeerEnd:
@@ -71,13 +58,13 @@ class PeerEnd:
         self._views: list[Tensor] = []
         self._sends: dict[int, Channel] = {}
         self._recvs: dict[int, Channel] = {}
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], PeerGroup] = {}
 
     def connect(self, _: float, /) -> None:
         monitor = self.monitor
         torch.cuda.set_device(self.device)
         self._met_at = sum(map(sum, map(self._inbox, self._slots))) + monitor.num_ranks * sum(self._outbox)
-        nbytes = self._met_at + monitor.num_ranks * _MET
+        nbytes = self._met_at + (monitor.num_ranks - 1) * meeting.INBOX
         self._views = symmetric_memory(
             "peer", monitor.records.store, monitor.rank, monitor.num_ranks, nbytes, self.device, self._address
         )
@@ -97,48 +84,26 @@ class PeerEnd:
                 self._take(message, self._recvs[peer])
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
-        """One kernel for a tensor of up to MOST words; a longer one goes part by part, as messages do."""
+        """This rank's result of a collective, which no host waits for."""
         ranks = effect.ranks
-        own = ranks.index(self.monitor.rank)
         group = self._groups.get(ranks) or self._groups.setdefault(ranks, self._group(ranks))
-        flat = x.contiguous().view(-1)
-        padded = flat if flat.nbytes % 4 == 0 and flat.storage_offset() * x.itemsize % 4 == 0 else _padded(flat)
-        is_sum = isinstance(effect, AllReduce) and effect.reduce_op == "sum" and x.dtype in _SUMMED
-        if is_sum and padded.nbytes <= 4 * packed.MOST:
-            total = torch.empty_like(padded)
-            meeting.all_reduce(padded, total, group.outs, group.ins, group.counts, self._abort, own, len(ranks))
-            return total[: flat.numel()].view(x.shape)
-        every = torch.empty(len(ranks), padded.numel(), dtype=x.dtype, device=x.device)
-        if padded.nbytes <= 4 * packed.MOST:
-            words = padded.view(torch.int32), every.view(torch.int32)
-            meeting.gather(*words, group.outs, group.ins, group.counts, self._abort, own, len(ranks))
-        else:
-            self._exchange(padded, every, ranks)
-        parts = [part[: flat.numel()].view(x.shape) for part in every]
-        return combine(effect, parts)[own].contiguous()
+        return group.perform(effect, x)
 
-    def _exchange(self, given: Tensor, every: Tensor, ranks: tuple[int, ...]) -> None:
-        """Fill a row of `every` for each rank, part by part: a rank has room for one part of each other rank."""
-        rows = {rank: self._parts(as_bytes(row)) for rank, row in zip(ranks, every, strict=True)}
-        every[ranks.index(self.monitor.rank)] = given
-        for index, part in enumerate(self._parts(as_bytes(given))):
-            others = [rank for rank in ranks if rank != self.monitor.rank]
-            for rank in others:
-                self._put(part, self._sends[rank])
-            for rank in others:
-                self._take(rows[rank][index], self._recvs[rank])
-
-    def _group(self, ranks: tuple[int, ...]) -> "Group":
-        """The inboxes of the ranks of a collective."""
+    def _group(self, ranks: tuple[int, ...]) -> PeerGroup:
+        """The ranks of a collective, with their inboxes."""
         own = self.monitor.rank
         if shared := next((other for other in self._groups if len({*other} & {*ranks}) > 1), None):
             seen = f"collectives among {ranks} and among {shared}, which share more than one rank"
             raise MeshError(f"a mesh over {self.monitor.num_ranks} ranks", seen, "one mesh for a transport")
-        outs = [self._views[rank].data_ptr() + self._met_at + own * _MET for rank in ranks]
-        ins = [self._views[own].data_ptr() + self._met_at + rank * _MET for rank in ranks]
+        outs = [0 if rank == own else self._meeting_place(rank, own) for rank in ranks]
+        ins = [0 if rank == own else self._meeting_place(own, rank) for rank in ranks]
         addresses = torch.tensor([outs, ins], dtype=torch.int64, device=self.device)
-        counts = torch.zeros(packed.PROGRAMS, dtype=torch.int64, device=self.device)
-        return Group(addresses[0], addresses[1], counts)
+        counts = torch.zeros(meeting.COUNTS, dtype=torch.int64, device=self.device)
+        return PeerGroup(meeting.Group(addresses[0], addresses[1], counts, self._abort, ranks.index(own)))
+
+    def _meeting_place(self, rank: int, source: int) -> int:
+        """The address of a rank's inbox for the pieces that another one sends in collectives."""
+        return self._views[rank].data_ptr() + self._met_at + (source - (source > rank)) * meeting.INBOX
 
     def _inbox(self, side: str) -> tuple[int, int, int]:
         """Bytes of the slots, of the flags, and of the slots for small messages from one side."""
@@ -225,11 +190,6 @@ class PeerEnd:
             self.abort()
         else:
             torch.cuda.synchronize(self.device)
-
-
-def _padded(flat: Tensor) -> Tensor:
-    """A tensor [n] in new memory, with zeros after it up to a multiple of 4 bytes."""
-    return torch.nn.functional.pad(flat, (0, -flat.nbytes % 4 // flat.itemsize))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,57 @@
+"""The collectives of symmetric memory, interpreted: each rank is a process, and `combine` defines the results."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from interpreting import run_interpreted
+
+_COLLECTIVES = """
+import random, sys, time, traceback, torch
+from exchanging import Ranks, drawn, small_geometry
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, combine
+
+RANKS, SEED = int(sys.argv[1]), int(sys.argv[2])
+among = (*range(RANKS),)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def draw(number):
+    chance = random.Random(f"{SEED} {number}")
+    rows, size, last = RANKS * chance.choice([1, 2]), RANKS * chance.choice([1, 8, 21]), chance.choice([1, 3, 16])
+    shape, dim, to = (rows, size, last), chance.choice([0, 1, -2]), chance.choice([0, 1, 2, -1])
+    op = chance.choice(["sum", "sum", "max"])
+    effect = chance.choice([
+        AllReduce(among, reduce_op=op), AllGather(among, dim=to),
+        ReduceScatter(among, reduce_op=op, dim=dim), AllToAll(among, split_dim=dim, concat_dim=to),
+    ])
+    dtype = chance.choice(DTYPES[:3] if isinstance(effect, AllReduce) and op == "sum" else DTYPES)
+    every = [drawn(shape, dtype, chance.randrange(2**31)) for _ in among]
+    return effect, every, chance.choice([True, False]), [chance.random() * 0.03 for _ in among]
+
+
+def part(group):
+    own = group.group.own
+    for number in range(24):
+        effect, every, whole, pauses = draw(number)
+        x = every[own]
+        if not whole:  # in the middle of other memory, aligned to its dtype alone
+            x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+        time.sleep(pauses[own])
+        expected, made = combine(effect, every)[own], group.perform(effect, x)
+        assert made.shape == expected.shape and made.dtype == expected.dtype, (effect, made.shape, expected.shape)
+        assert torch.equal(made, expected), (number, effect, x.dtype, x.shape, whole)
+
+
+with small_geometry():
+    Ranks(RANKS).run(part)
+print("right")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.parametrize("ranks", [2, 3, 1])
+def test_a_collective_is_what_combine_defines(ranks: int, tmp_path: Path) -> None:
+    seed = random.Random(ranks).randrange(99)
+    assert run_interpreted(_COLLECTIVES, tmp_path, ranks, seed).strip() == "right"
