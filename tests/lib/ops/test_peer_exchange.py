@@ -8,7 +8,7 @@ import pytest
 from interpreting import run_interpreted
 
 _COLLECTIVES = """
-import random, sys, time, traceback, torch
+import random, sys, time, torch
 from exchanging import Ranks, drawn, small_geometry
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, combine
 
@@ -49,9 +49,42 @@ with small_geometry():
 print("right")
 """
 
+_ABORTED = """
+import sys, threading, torch
+from exchanging import Ranks, small_geometry
+from weft.meshes.collectives import AllReduce
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+count, effect = int(sys.argv[1]), AllReduce((0, 1))
+x = torch.arange(float(count))
+
+
+def part(group):
+    assert torch.equal(group.perform(effect, x), 2 * x)
+    if group.group.own == 0:  # and rank 1 takes no part
+        before = group.group.counts.clone()
+        threading.Timer(0.3, group.group.abort.fill_, [1]).start()
+        group.perform(effect, x)
+        assert group.group.abort == 1 and torch.equal(group.group.counts, before)
+
+
+with small_geometry():
+    Ranks(2).run(part)
+print("right")
+"""
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+
+
+@linux
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("ranks", [2, 3, 1])
 def test_a_collective_is_what_combine_defines(ranks: int, tmp_path: Path) -> None:
     seed = random.Random(ranks).randrange(99)
     assert run_interpreted(_COLLECTIVES, tmp_path, ranks, seed).strip() == "right"
+
+
+@linux
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("count", [500, 10], ids=["large", "small"])
+def test_an_abort_ends_the_wait_for_a_rank_that_takes_no_part(count: int, tmp_path: Path) -> None:
+    assert run_interpreted(_ABORTED, tmp_path, count, seconds=60).strip() == "right"
