@@ -156,6 +156,7 @@ class ProcessLink:
         self.agreement = agreement
         self.device = device
         self.checked: CheckedPrograms | None = None
+        self._on_device = isinstance(end, DeviceEnd)
         self._number = transfer.register(end)
         self._layouts_by_key: dict[str, MessageLayout] = {}  # of the messages that this rank sends
         self._layouts_sent: dict[int, dict[str, None]] = {}  # by peer: those that it knows
@@ -197,7 +198,7 @@ class ProcessLink:
         self._count += 1
         expected = self.agreement.expect(microbatch, isinstance(effect, Broadcast))
         self._awaited.setdefault(source, deque()).append((self._count, key, expected))
-        if isinstance(self.end, DeviceEnd) and key in layouts:
+        if self._on_device and key in layouts:
             self.compare_arrived()
         else:
             self._compare(source, self._count)
@@ -218,17 +219,17 @@ class ProcessLink:
         self._refuse_odd(effect, x)
         self._meetings += 1
         met, others = self.agreement.meet(str(effect), self._meetings), set(effect.ranks) - {self.monitor.rank}
-        with self.monitor.at_collective(effect, self._meetings):
+        with self.monitor.at_collective(effect, self._meetings, at_once=not self._on_device):
             for peer in sorted(others):
                 self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
             for peer in sorted(others):
                 self._count += 1
                 self._awaited.setdefault(peer, deque()).append((self._count, "", met))
-                if not isinstance(self.end, DeviceEnd):
+                if not self._on_device:
                     self._compare(peer, self._count)
-            if isinstance(self.end, DeviceEnd):
+            if self._on_device:
                 self.compare_arrived()
-            return self.end.perform(effect, dense(x), _tag(str(effect), self._meetings))
+            return self.end.perform(effect, dense(x).view(x.shape), _tag(str(effect), self._meetings))
 
     def compare_arrived(self) -> None:
         """Compare the headers that have arrived. Raises as `recv_bytes` does, and ProgramError for one that differs."""

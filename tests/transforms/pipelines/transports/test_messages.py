@@ -9,6 +9,9 @@ from ranks import advance, scale, told
 
 from weft.effects import Schema
 from weft.errors import ProgramError
+from weft.meshes.collectives import AllGather, AllReduce
+from weft.ops.transfers.collective import Member
+from weft.ops.transfers.transfer import find
 from weft.proofs.laws import assert_equal
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
@@ -61,6 +64,23 @@ def test_all_ranks_name_both_schemas() -> None:
     )
     assert second.startswith("RankError: rank 1: 'recv from 0 [mb 0]: [2] float64'\n  saw: rank 0 failed at 'send to 1")
     assert "a value of schema [2] float32" in second
+
+
+def collectives_of_one_value() -> list[tuple[int, ...]]:
+    transport = Distributed(timeout=5)
+    member: Member = find(transport.member, "a collective")
+    effects = AllReduce((0, 1)), AllGather((0, 1), dim=-1)
+    shapes = [
+        tuple(member.perform(effect, x).shape)
+        for x in (torch.ones(()), torch.ones(1, 1), torch.ones(4, 4)[1:2, 1:2])
+        for effect in effects[: 1 + x.ndim]
+    ]
+    transport.close()
+    return shapes
+
+
+def test_a_collective_keeps_the_dimensions_of_a_single_value() -> None:
+    assert launch(collectives_of_one_value, 2) == [[(), (1, 1), (1, 2), (1, 1), (1, 2)]] * 2
 
 
 def shapes_that_follow_from_data() -> str:
