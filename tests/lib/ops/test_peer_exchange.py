@@ -1,7 +1,9 @@
 """The collectives of symmetric memory, interpreted: each rank is a process, and `combine` defines the results."""
 
+import itertools
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,51 @@ def test_a_collective_is_what_combine_defines(ranks: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("count", [500, 10], ids=["large", "small"])
 def test_an_abort_ends_the_wait_for_a_rank_that_takes_no_part(count: int, tmp_path: Path) -> None:
     assert run_interpreted(_ABORTED, tmp_path, count, seconds=60).strip() == "right"
+
+
+def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> bool:
+    """Whether some order of events lets a rank send into a slot that another one has yet to read, by trying all.
+
+    Args:
+        launches: chunks of each launch.
+        ahead, slots: of the protocol that `weft.ops.transfers.peer_exchange_triton` describes.
+    """
+    program, first = list[tuple[str, int]](), 0
+    for chunks in launches:
+        for step in range(chunks + ahead):
+            program += [("send", first + step)] * (step < chunks) + [("read", first + step - ahead)] * (step >= ahead)
+        first += chunks
+    done = {
+        kind: [0, *itertools.accumulate(event == kind for event, _ in program)] for kind in ("send", "read")
+    }  # by the events that a rank has behind it
+    seen, left = set[tuple[int, ...]](), [(0,) * ranks]
+    while left:
+        places = left.pop()
+        for rank, place in enumerate(places):
+            if place == len(program):
+                continue
+            kind, chunk = program[place]
+            others = [other for r, other in enumerate(places) if r != rank]
+            if kind == "read" and any(done["send"][other] <= chunk for other in others):
+                continue
+            if kind == "send" and any(done["read"][other] <= chunk - slots for other in others):
+                return True
+            after = (*places[:rank], place + 1, *places[rank + 1 :])
+            if after not in seen:
+                seen.add(after)
+                left.append(after)
+    assert (len(program),) * ranks in seen, "it ends"
+    return False
+
+
+@pytest.mark.parametrize("launches", [[30], [1] * 20, [2, 9, 1, 1, 4, 3, 12], [3, 4, 5, 1, 8]])
+@pytest.mark.parametrize("ahead", range(5))
+def test_a_ring_has_as_many_slots_as_it_needs(ahead: int, launches: list[int]) -> None:
+    assert not overwrites(2, launches, ahead, 2 + 2 * ahead)
+    if max(launches) > 2 * ahead:
+        assert overwrites(2, launches, ahead, 1 + 2 * ahead)
+
+
+def test_three_ranks_need_no_more_slots() -> None:
+    assert not overwrites(3, [2, 9, 1], 1, 4)
+    assert overwrites(3, [2, 9, 1], 1, 3)

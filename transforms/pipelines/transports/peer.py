@@ -42,7 +42,8 @@ class PeerEnd:
     stream; a graph may hold both.
 
     Each rank's symmetric memory holds slots and flags for messages from below (from stages) and from above (outputs
-    that return), and acknowledgements for each rank that it sends to.
+    that return), acknowledgements for each rank that it sends to, and for each other rank an inbox of 10 MiB for
+    collectives.
     """
 
     def __init__(self, monitor: Monitor, device: torch.device, address: str, slot_bytes: int = SLOT_BYTES) -> None:
