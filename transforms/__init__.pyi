@@ -27,6 +27,7 @@ from .graphs.memory import (
 from .graphs.while_loop import while_loop as while_loop
 from .pipelines.checker import check as check
 from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
+from .pipelines.costs import Costs as Costs
 from .pipelines.events import Event as Event
 from .pipelines.microbatch import microbatch as microbatch, scan as scan
 from .pipelines.parts import join as join, split as split
@@ -40,7 +41,7 @@ from .pipelines.schedule import (
     streaming as streaming,
 )
 from .pipelines.session import Session as Session
-from .pipelines.simulate import Costs as Costs, simulate as simulate
+from .pipelines.simulate import simulate as simulate
 from .pipelines.splits import SplitPlan as SplitPlan, plan_splits as plan_splits
 from .pipelines.timeline import (
     Comparison as Comparison,

@@ -9,9 +9,10 @@ from weft.arguments.checks import COUNT, Rule, check_values
 from weft.display.durations import duration
 from weft.display.tables import Table, Tabled
 from weft.errors import CostError, ProgramError
+from weft.transforms.pipelines.costs import Costs
 from weft.transforms.pipelines.events import busy_seconds
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
-from weft.transforms.pipelines.simulate import Costs, simulate
+from weft.transforms.pipelines.simulate import simulate
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("num_requests", "num_stages", "num_steps"), COUNT),

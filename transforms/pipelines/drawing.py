@@ -14,6 +14,7 @@ from weft.display.durations import duration, ticks, unit_of
 from weft.display.tables import COLOURS
 from weft.effects import Broadcast, Fence, Recv, Run
 from weft.errors import CostError
+from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words
 
 # The SVG. Text and marks have the colour of the page, and nothing is drawn below them, so that a dark page stays dark.
@@ -21,7 +22,7 @@ from weft.transforms.pipelines.events import ADVANCE, Event, last_end, num_ranks
 _WIDTH, _LEFT, _RIGHT, _TOP = 920, 70, 70, 34
 _ROW, _BOX = 34, 24
 _DIGIT = 7  # pixels, a little more than a digit of 11 px takes
-_PAGE, _WAIT, _WORK = "currentColor", "#8886", "#9a9a9a"
+_PAGE, _WAIT, _WORK, _MEET = "currentColor", "#8886", "#9a9a9a", "#5b5b5b"
 _MARKS = {"received": -4, "sent": _BOX - 1, "fence": _BOX // 2 - 2}  # pixels below the top of a box
 
 
@@ -70,22 +71,25 @@ def _axis(span: float, bottom: float) -> Iterator[str]:
 
 
 def _event(event: Event, span: float) -> str:
-    """The work of an event, then its wait, and a mark at its end."""
+    """The work of an event, its wait, and a mark at its end."""
     top = _TOP + event.rank * _ROW
-    start, active, end = (_at(moment, span) for moment in (event.start, event.active, event.end))
+    start, end = (_at(moment, span) for moment in event.work)
     parts = [f"<title>{escape(_tooltip(event))}</title>"]
     if isinstance(event.effect, Run):
-        parts += _run(event, start, active - start, top)
+        parts += _run(event, start, end - start, top)
+    elif isinstance(event.effect, Collective):
+        parts.append(_rect(start, top, end - start, _BOX, _MEET, "#555"))
     else:
-        parts.append(_rect(start, top + _BOX / 2 - 3, active - start, 6, _WORK))
-        parts.append(_rect(end - 0.75, top + _MARKS[_mark(event)], 1.5, 5, _PAGE))
+        parts.append(_rect(start, top + _BOX / 2 - 3, end - start, 6, _WORK))
+        parts.append(_rect(_at(event.end, span) - 0.75, top + _MARKS[_mark(event)], 1.5, 5, _PAGE))
     if event.waited:
-        parts.insert(1, _rect(active, top + 3, end - active, _BOX - 6, _WAIT))
+        start, end = (_at(moment, span) for moment in event.wait)
+        parts.insert(1, _rect(start, top + 3, end - start, _BOX - 6, _WAIT))
     return f"<g>{''.join(parts)}</g>"
 
 
 def _mark(event: Event) -> str:
-    """The mark at the end of an event that does not run anything."""
+    """The mark at the end of an event that does not run anything, or the kind of one that has none."""
     match event.effect:
         case Recv():
             return "received"
@@ -93,6 +97,8 @@ def _mark(event: Event) -> str:
             return "received"
         case Fence():
             return "fence"
+        case effect if isinstance(effect, Collective):
+            return "collective"
     return "sent"
 
 
@@ -120,7 +126,7 @@ def _drawn(events: Sequence[Event]) -> set[str]:
             found.add("advance" if event.effect.what == ADVANCE else "stage")
         else:
             found.add(_mark(event))
-            if event.active > event.start:
+            if event.work[1] > event.work[0] and not isinstance(event.effect, Collective):
                 found.add("work")
         if event.waited:
             found.add("wait")
@@ -132,6 +138,7 @@ def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
     entries = {
         "stage": (_rect(0, y - 9, 14, 10, COLOURS[0], "#555"), 14, "runs a stage; number and colour: the micro-batch"),
         "advance": (_rect(0, y - 7, 14, 6, COLOURS[0], "#555"), 14, "advances"),
+        "collective": (_rect(0, y - 9, 14, 10, _MEET, "#555"), 14, "collective"),
         "wait": (_rect(0, y - 9, 14, 10, _WAIT), 14, "waits"),
         "work": (_rect(0, y - 6, 14, 4, _WORK), 14, "sends, launches"),
         "received": (_rect(0, y - 12, 1.5, 5, _PAGE), 2, "received"),
@@ -151,6 +158,7 @@ LEAST_WIDTH = 40
 _LEGEND = {
     "0": "0-9 runs that micro-batch (its last digit)",
     "+": "+ advances",
+    "=": "= collective",
     "-": "- sends, launches",
     ".": ". waits",
 }
@@ -193,7 +201,7 @@ def _row(events: Sequence[Event], span: float, columns: int) -> str:
     """In each column the character of what the rank did for most of that time; a blank where it did nothing."""
     share: list[dict[str, float]] = [{" ": 1.0} for _ in range(columns)]
     for event in events:
-        for char, start, end in ((_char(event), event.start, event.active), (".", event.active, event.end)):
+        for char, start, end in ((_char(event), *event.work), (".", *event.wait)):
             if start < end:
                 _cover(share, char, start / span * columns, end / span * columns)
     return "".join(max(column, key=lambda char: column[char]) for column in share)
@@ -208,7 +216,7 @@ def _cover(share: list[dict[str, float]], char: str, start: float, end: float) -
 
 def _char(event: Event) -> str:
     if not isinstance(event.effect, Run):
-        return "-"
+        return "=" if isinstance(event.effect, Collective) else "-"
     return "+" if event.effect.what == ADVANCE else str(event.effect.microbatch % 10)
 
 
@@ -216,7 +224,12 @@ def _char(event: Event) -> str:
 
 _HIGH, _LOW = 0.7, 0.3
 _GREY = (0.6, 0.6, 0.6, 0.3)  # the background is seen through it, light or dark
-_PARTS = {"stage": "colour and number: the micro-batch", "advance": "low boxes: advances", "wait": "grey: waits"}
+_PARTS = {
+    "stage": "colour and number: the micro-batch",
+    "advance": "low boxes: advances",
+    "collective": "dark: collectives",
+    "wait": "grey: waits",
+}
 
 
 def draw_plot(ax: Any, events: Sequence[Event], bubbles: Sequence[float], span: float, title: str) -> None:
@@ -224,11 +237,14 @@ def draw_plot(ax: Any, events: Sequence[Event], bubbles: Sequence[float], span: 
     size, unit = unit_of(span)
     ranks, drawn = num_ranks(events), _drawn(events)
     for event in events:
-        start, active, wide = event.start / size, event.active / size, event.waited / size
-        if wide:
-            ax.broken_barh([(active, wide)], (event.rank - _LOW / 2, _LOW), facecolors=_GREY, zorder=1)
-        if isinstance(event.effect, Run) and active > start:
-            _plot_run(ax, event, start, active - start, span / size)
+        start, wide = event.work[0] / size, (event.work[1] - event.work[0]) / size
+        if event.waited:
+            place = (event.wait[0] / size, event.waited / size)
+            ax.broken_barh([place], (event.rank - _LOW / 2, _LOW), facecolors=_GREY, zorder=1)
+        if isinstance(event.effect, Run) and wide > 0:
+            _plot_run(ax, event, start, wide, span / size)
+        elif isinstance(event.effect, Collective) and wide > 0:
+            ax.broken_barh([(start, wide)], (event.rank - _HIGH / 2, _HIGH), facecolors=_MEET, zorder=2)
     ax.set_yticks(range(ranks), [f"rank {rank}\nbubble {bubbles[rank]:.0%}" for rank in range(ranks)])
     ax.set_ylim(ranks - 0.5, -0.5)
     ax.set_xlim(0, span / size or 1.0)

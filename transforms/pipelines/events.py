@@ -7,6 +7,7 @@ import attrs
 
 from weft.effects import Effect, Run
 from weft.errors import CostError
+from weft.meshes.collectives import Collective
 
 ADVANCE = "advance"
 """The `what` of a `Run` that advances a state with an output."""
@@ -21,7 +22,7 @@ class Event:
         start: the moment at which the rank came to the effect, in seconds.
         end: the moment at which the rank went on.
         waited: the last part of that time, in which the rank waited for a message, for room on an edge or for a
-            receipt.
+            receipt; of a collective the first part, in which it waited for the other ranks.
 
     Raises:
         CostError: an end before the start, or a wait that is longer than the event.
@@ -41,9 +42,17 @@ class Event:
             raise CostError(f"Event(rank={self.rank}, '{self.effect}', …)", seen, instead)
 
     @property
-    def active(self) -> float:
-        """The moment at which the work ended and the wait began."""
-        return self.end - self.waited
+    def work(self) -> tuple[float, float]:
+        """The moments between which the rank worked on it."""
+        if isinstance(self.effect, Collective):
+            return self.start + self.waited, self.end
+        return self.start, self.end - self.waited
+
+    @property
+    def wait(self) -> tuple[float, float]:
+        """The moments between which the rank waited."""
+        start, end = self.work
+        return (self.start, start) if isinstance(self.effect, Collective) else (end, self.end)
 
 
 def num_ranks(events: Iterable[Event]) -> int:
@@ -57,11 +66,12 @@ def last_end(events: Iterable[Event]) -> float:
 
 
 def busy_seconds(events: Sequence[Event]) -> tuple[float, ...]:
-    """The seconds in which each rank ran stages and advanced, without its sends, waits and launches."""
+    """The seconds in which each rank ran stages and advanced, without its messages, collectives and waits."""
     seconds = [0.0] * num_ranks(events)
     for event in events:
         if isinstance(event.effect, Run):
-            seconds[event.rank] += event.active - event.start
+            start, end = event.work
+            seconds[event.rank] += end - start
     return tuple(seconds)
 
 

@@ -16,8 +16,9 @@ from weft.stages.config import ModelConfig
 from weft.stages.layout import balance, layer_weights, split_layers
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts
+from weft.transforms.pipelines.costs import Costs
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
-from weft.transforms.pipelines.simulate import Costs, simulate
+from weft.transforms.pipelines.simulate import simulate
 from weft.transforms.pipelines.timeline import Timeline
 
 _MOST_JOBS = 10_000

@@ -9,99 +9,20 @@ So each start and end is a maximum of earlier times plus costs, and any order of
 gives the same timeline. A larger cost never makes it shorter, and a larger capacity never makes it longer.
 """
 
-import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
 from weft.arguments.checks import COUNT, Rule, check_values
-from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
-from weft.errors import CostError, ProgramError
+from weft.effects import Broadcast, Effect, Fence, Program, Send
+from weft.errors import ProgramError
+from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.checker import PROGRAMS
-from weft.transforms.pipelines.events import ADVANCE, Event
+from weft.transforms.pipelines.costs import Costs
+from weft.transforms.pipelines.events import Event
 from weft.transforms.pipelines.machine import Edge, Step, interleave, puts, takes
 from weft.transforms.pipelines.timeline import Timeline
-
-_COST: Rule = (lambda value: 0 <= value < math.inf), "a finite number >= 0"
-_COST_OR_FUNCTION: Rule = (lambda value: callable(value) or 0 <= value < math.inf), _COST[1]
-_COST_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("advance", "latency", "launch"), _COST),
-    **dict.fromkeys(("message_bytes", "output_bytes"), _COST_OR_FUNCTION),
-    "bytes_per_second": (lambda value: value > 0, "a number > 0; infinite: transfers take the latency alone"),
-    "stages": (
-        lambda value: callable(value) or isinstance(value, Iterable),
-        "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)",
-    ),
-}
-
-
-@attrs.frozen
-class Costs:
-    """The costs of effects, in seconds and bytes.
-
-    Args:
-        stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) -> seconds`.
-        advance: seconds of an advance of the state.
-        latency: seconds of each transfer, whatever its size.
-        bytes_per_second: of each edge; infinite: a transfer takes only the latency.
-        message_bytes: of the message of a stage for a micro-batch, or a function of the micro-batch.
-        output_bytes: of the output that returns from the last stage, likewise.
-        launch: seconds of the host before each effect.
-
-    Raises:
-        CostError: a cost that is negative or not finite.
-
-    >>> Costs(stages=(1e-3, -1e-3))
-    Traceback (most recent call last):
-        ...
-    weft.errors.CostError: Costs(stages=(0.001, -0.001), …)
-      saw: stages[1]=-0.001
-      instead: a finite number >= 0
-    """
-
-    stages: Sequence[float] | Callable[[int, int], float]
-    advance: float = 0.0
-    latency: float = 0.0
-    bytes_per_second: float = math.inf
-    message_bytes: float | Callable[[int], float] = 0
-    output_bytes: float | Callable[[int], float] = 0
-    launch: float = 0.0
-
-    def __attrs_post_init__(self) -> None:
-        for name, value in attrs.asdict(self, recurse=False).items():
-            check_values(f"Costs({name}={value!r}, …)", _COST_RULES, {name: value}, CostError)
-        if not callable(self.stages):
-            each = {f"stages[{stage}]": value for stage, value in enumerate(self.stages)}
-            check_values(f"Costs(stages={self.stages!r}, …)", dict.fromkeys(each, _COST), each, CostError)
-
-    def seconds(self, effect: Effect) -> float:
-        """The seconds that an effect costs its rank, without waits and launch; only a `Run` costs any."""
-        if not isinstance(effect, Run):
-            return 0.0
-        if effect.what == ADVANCE:
-            return self.advance
-        match = re.fullmatch(r"stage (\d+)", effect.what)
-        if match is None or not (callable(self.stages) or int(match[1]) < len(self.stages)):
-            instead = f"Costs(stages=...) with a cost for each stage; a Run of 'stage N', or of {ADVANCE!r}"
-            raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
-        stage, mb = int(match[1]), effect.microbatch
-        if callable(self.stages):
-            return _valid(f"costs of '{effect}'", f"stages({stage}, {mb})", self.stages(stage, mb))
-        return self.stages[stage]
-
-    def bytes_of(self, effect: Send | Broadcast) -> float:
-        """The bytes of the message that an effect sends."""
-        name, mb = "message_bytes" if isinstance(effect, Send) else "output_bytes", effect.microbatch
-        size: float | Callable[[int], float] = getattr(self, name)
-        return _valid(f"costs of '{effect}'", f"{name}({mb})", size(mb)) if callable(size) else size
-
-
-def _valid(call: str, name: str, value: float) -> float:
-    """A cost that the user's function returned."""
-    check_values(call, {name: _COST}, {name: value}, CostError)
-    return value
 
 
 @attrs.frozen
@@ -123,11 +44,14 @@ class _Clocks:
         self.messages: dict[Edge, list[_Message]] = defaultdict(list)
         self.received: dict[Edge, list[float]] = defaultdict(list)
         self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(list)  # by rank and micro-batch
+        self.met: dict[int, tuple[float, float]] = {}  # of ranks that come to it later: a collective's begin and end
 
     def move(self, step: Step) -> Event:
         """Perform one effect, after all effects that it waits for."""
+        if isinstance(step.effect, Collective):
+            return self._meet(step.rank, step.effect)
         start, edges = self.now[step.rank], puts(step, len(self.now))
-        active = start + self.costs.launch + self.costs.seconds(step.effect)
+        active = start + self.costs.launch + self.costs.seconds(step.effect, step.rank)
         end = max((active, *self._waits(step, edges)))
         if (edge := takes(step)) is not None:
             self.received[edge].append(end)
@@ -135,6 +59,20 @@ class _Clocks:
             self._send(edge, step.effect, end)
         self.now[step.rank] = end
         return Event(step.rank, step.effect, start, end, end - active)
+
+    def _meet(self, rank: int, effect: Collective) -> Event:
+        """Perform a collective on one of its ranks, when all have come to it."""
+        if rank not in self.met:
+            begins = self._all_there(effect)
+            ends = begins + (self.costs.launch + self.costs.seconds(effect))
+            self.met.update(dict.fromkeys(effect.ranks, (begins, ends)))
+        begins, ends = self.met.pop(rank)
+        start, self.now[rank] = self.now[rank], ends
+        return Event(rank, effect, start, ends, begins - start)
+
+    def _all_there(self, effect: Collective) -> float:
+        """The moment at which the last rank has come to a collective."""
+        return max(self.now[each] for each in effect.ranks)
 
     def _waits(self, step: Step, edges: Sequence[Edge]) -> Iterable[float]:
         """The moments before which an effect cannot end."""
@@ -149,7 +87,7 @@ class _Clocks:
         assert isinstance(effect, Send | Broadcast)
         size, queue = self.costs.bytes_of(effect), self.messages[edge]
         begins = max(now, queue[-1].arrives) if queue else now
-        arrives = begins + (self.costs.latency + size / self.costs.bytes_per_second)
+        arrives = begins + self.costs.transfer(effect, (edge.source, edge.to), size)
         self.sent[edge.source, effect.microbatch].append((edge, len(queue)))
         queue.append(_Message(size, now, arrives))
 

@@ -71,7 +71,7 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The share of the step time in which each rank waited, sent, launched, or had nothing to do."""
+        """The share of the step time in which each rank waited, sent, launched, met others, or had nothing to do."""
         return tuple(max(0.0, 1.0 - share) for share in self.busy)  # a sum of parts may exceed the whole by rounding
 
     def as_text(self, width: int = 80) -> str:

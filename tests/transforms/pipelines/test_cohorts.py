@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.cohorts import plan_cohorts
-from weft.transforms.pipelines.simulate import Costs
+from weft.transforms.pipelines.costs import Costs
 
 
 @given(st.integers(1, 4), st.integers(1, 40), st.sampled_from([0.0, 1.0, 8.1]), st.sampled_from([0.01, 1.0]), st.data())

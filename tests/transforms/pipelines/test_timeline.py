@@ -13,9 +13,10 @@ from hypothesis import given, strategies as st
 from weft.display.durations import ticks
 from weft.effects import Run, Send
 from weft.errors import CostError, ProgramError
+from weft.transforms.pipelines.costs import Costs
 from weft.transforms.pipelines.events import Event
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
-from weft.transforms.pipelines.simulate import Costs, simulate
+from weft.transforms.pipelines.simulate import simulate
 from weft.transforms.pipelines.timeline import Comparison, Timeline, compare, measure
 
 
