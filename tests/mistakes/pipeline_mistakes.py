@@ -226,7 +226,7 @@ MISTAKES = {
     "pipeline: seconds for a function of them": Mistake(
         lambda: plan_cohorts([1.0, 2.0], 4, 2),
         ProgramError,
-        "plan_cohorts(stage_seconds, 4, 2, cohorts=None, num_steps=8)",
+        "plan_cohorts(stage_seconds, 4, 2, cohorts=None)",
         "stage_seconds=[1.0, 2.0]",
         "a function from a cohort's size to the seconds of each stage",
     ),

@@ -10,12 +10,10 @@ from weft.display.durations import duration
 from weft.display.tables import Table, Tabled
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.costs import Costs
-from weft.transforms.pipelines.events import busy_seconds
-from weft.transforms.pipelines.schedule import decode_jobs, make_programs
-from weft.transforms.pipelines.simulate import simulate
+from weft.transforms.pipelines.steady import seconds_per_job
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("num_requests", "num_stages", "num_steps"), COUNT),
+    **dict.fromkeys(("num_requests", "num_stages", "capacity"), COUNT),
     "stage_seconds": (callable, "a function from a cohort's size to the seconds of each stage"),
     "cohorts": (Iterable | None, "a list of numbers, as in cohorts=[1, 2], or None"),
 }
@@ -76,23 +74,22 @@ def plan_cohorts(
     num_stages: int,
     *,
     cohorts: Iterable[int] | None = None,
-    num_steps: int = 8,
     capacity: int = 2,
 ) -> CohortPlan:
-    """Simulate the decode loop (`decode_jobs`) for each number of cohorts, each of `ceil(num_requests / cohorts)`
-    requests. Few large ones leave stages idle; many small ones read all the weights for few tokens.
+    """The decode loop (`decode_jobs`) in its steady state for each number of cohorts, each of
+    `ceil(num_requests / cohorts)` requests. Few large ones leave stages idle; many small ones read all the weights for
+    few tokens.
 
     Args:
         stage_seconds: a function from the size of a cohort to the seconds of each stage, or to all costs of a step.
         num_requests: the requests that decode at the same time.
         num_stages: ranks.
         cohorts: the numbers to try; None: 1 to twice the number of stages, at most one per request.
-        num_steps: the steps of each cohort that count, after as many that fill the pipeline.
         capacity: as `simulate` takes it.
 
     Raises:
         ProgramError: a number less than 1, or more cohorts than requests.
-        CostError: costs for another number of stages.
+        CostError: costs for another number of stages, or that depend on the micro-batch.
 
     >>> print(plan_cohorts(lambda size: [0.008 + 0.001 * size] * 2, 8, 2))
     cohorts  of requests   step  tokens/s  bubble
@@ -101,8 +98,8 @@ def plan_cohorts(
           3            3  33 ms       242      0%
           4            2  40 ms       200      0%
     """
-    call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts}, num_steps={num_steps})"
-    numbers = {"num_requests": num_requests, "num_stages": num_stages, "num_steps": num_steps}
+    call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts})"
+    numbers = {"num_requests": num_requests, "num_stages": num_stages, "capacity": capacity}
     check_values(call, _RULES, {"stage_seconds": stage_seconds, **numbers, "cohorts": cohorts}, ProgramError)
     tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
     rules: dict[str, Rule] = {
@@ -113,29 +110,20 @@ def plan_cohorts(
     for number in tried:
         size = math.ceil(num_requests / number)
         costs = _costs(stage_seconds(size), num_stages, call)
-        step_time, bubbles = _steady(costs, num_stages, number, num_steps, capacity)
+        step_time = number * seconds_per_job(num_stages, number, costs, capacity)
+        busy = (number * (seconds + costs.advance) for seconds in costs.stages)
+        bubbles = tuple(max(0.0, 1.0 - own / step_time) if step_time else 0.0 for own in busy)
         rows.append(CohortRow(number, size, step_time, num_requests / step_time if step_time else math.inf, bubbles))
     return CohortPlan(tuple(rows))
 
 
 def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
     costs = found if isinstance(found, Costs) else Costs(found)
+    names, same = ("stages", "message_bytes", "output_bytes"), "a cost that is the same for all micro-batches"
+    values = {name: getattr(costs, name) for name in names}
+    check_values(call, dict.fromkeys(names, (lambda each: not callable(each), same)), values, CostError)
     rules: dict[str, Rule] = {
-        "stages": (lambda each: callable(each) or len(each) == num_stages, f"a cost for each of {num_stages} stages")
+        "stages": (lambda each: len(each) == num_stages, f"a cost for each of {num_stages} stages")
     }
     check_values(call, rules, {"stages": costs.stages}, CostError)
     return costs
-
-
-def _steady(
-    costs: Costs, num_stages: int, cohorts: int, num_steps: int, capacity: int
-) -> tuple[float, tuple[float, ...]]:
-    """The seconds of a step and each rank's bubble in a full pipeline: the difference that as many steps again make."""
-    short, long = (
-        simulate(make_programs(num_stages, decode_jobs(cohorts, steps)), costs, capacity=capacity)
-        for steps in (num_steps, 2 * num_steps)
-    )
-    seconds = long.step_time - short.step_time
-    pairs = zip(busy_seconds(short.events), busy_seconds(long.events), strict=True)
-    bubbles = (1.0 - (after - before) / seconds if seconds else 0.0 for before, after in pairs)
-    return seconds / num_steps, tuple(max(0.0, bubble) for bubble in bubbles)  # only rounding makes it less than 0

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, strategies as st
 
@@ -55,7 +56,7 @@ def test_the_best_makes_the_most_tokens_and_is_the_smallest_of_equals() -> None:
     [
         (0, 2, {}, "num_requests=0"),
         (4, 0, {}, "num_stages=0"),
-        (4, 2, {"num_steps": 0}, "num_steps=0"),
+        (4, 2, {"capacity": 0}, "capacity=0"),
         (4, 2, {"cohorts": []}, "cohorts=[]"),
         (4, 2, {"cohorts": [0, 1]}, "cohorts=[0, 1]"),
         (4, 2, {"cohorts": [2, 5]}, "cohorts=[2, 5]"),
@@ -71,6 +72,13 @@ def test_costs_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(CostError) as error:
         plan_cohorts(lambda size: [1.0] * 3, 4, 2)
     assert (error.value.seen, error.value.instead) == ("stages=[1.0, 1.0, 1.0]", "a cost for each of 2 stages")
+
+
+@pytest.mark.parametrize("name", ["stages", "message_bytes", "output_bytes"])
+def test_costs_that_depend_on_the_micro_batch_are_refused(name: str) -> None:
+    costs = attrs.evolve(Costs([1.0, 1.0]), **{name: lambda *which: 1.0})
+    with pytest.raises(CostError, match=rf"saw: {name}=<function.*\n  instead: a cost that is the same"):
+        plan_cohorts(lambda size: costs, 4, 2)
 
 
 @pytest.mark.parametrize(
