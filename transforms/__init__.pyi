@@ -29,10 +29,11 @@ from .pipelines.checker import check as check
 from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
 from .pipelines.costs import Costs as Costs
 from .pipelines.events import Event as Event
+from .pipelines.hardware import Machine as Machine
 from .pipelines.microbatch import microbatch as microbatch, scan as scan
 from .pipelines.parts import join as join, split as split
 from .pipelines.pipeline import Pipelined as Pipelined, compose as compose, pipeline as pipeline
-from .pipelines.prediction import Machine as Machine, Prediction as Prediction, predict_decode as predict_decode
+from .pipelines.prediction import Prediction as Prediction, predict_decode as predict_decode
 from .pipelines.schedule import (
     Job as Job,
     decode_jobs as decode_jobs,

@@ -398,9 +398,18 @@ class Plan(ModelOptions):
     link: float = _machine("bandwidth between two ranks (default: no limit)", LINK, math.inf)
     latency: float = _machine("microseconds of a transfer, whatever its size", LATENCY, 0)
     capacity: int = _machine("messages that an edge holds", whole("M"), 2)
+    kernel: float = _machine("microseconds of each kernel of a layer besides its reading (default 0)", LATENCY, 0)
+    gpus_per_node: int | None = _machine("GPUs of a node (default: all are in one)", whole("N"))
+    node_link: float | None = _machine("bandwidth between ranks of two nodes (default: as --link)", LINK)
+    node_latency: float | None = _machine(
+        "microseconds of a transfer between two nodes (default: as --latency)", LATENCY
+    )
 
     def check(self) -> None:
         """Refuse a plan without a split or a search for one, also."""
         super().check()
         if self.gpus is None and self.pp is None:
             self.refuse("", "neither --pp nor --gpus", "--pp 2, or --gpus 8 to try each split")
+        for name, given in (("--node-link", self.node_link), ("--node-latency", self.node_latency)):
+            if given is not None and self.gpus_per_node is None:
+                self.refuse(f"{name} {given:g}", "one node", f"--gpus-per-node 8 with {name}, or neither")

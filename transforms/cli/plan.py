@@ -16,7 +16,8 @@ from weft.transforms.cli.options import Plan
 from weft.transforms.cli.printing import check_file, heading, show, write_file
 from weft.transforms.cli.ranks import read_config
 from weft.transforms.pipelines.drawing import LEAST_WIDTH
-from weft.transforms.pipelines.prediction import NOTE, Machine, Prediction, predict_decode
+from weft.transforms.pipelines.hardware import Machine
+from weft.transforms.pipelines.prediction import NOTE, Prediction, predict_decode
 from weft.transforms.pipelines.splits import SplitPlan, plan_splits
 
 
@@ -29,6 +30,10 @@ def run(options: Plan) -> int:
         link=options.link * 1e9,
         latency=options.latency * 1e-6,
         capacity=options.capacity,
+        kernel=options.kernel * 1e-6,
+        gpus_per_node=options.gpus_per_node,
+        node_link=None if options.node_link is None else options.node_link * 1e9,
+        node_latency=None if options.node_latency is None else options.node_latency * 1e-6,
     )
     asked: dict[str, Any] = {name: getattr(options, name) for name in ("requests", "context", "cohorts", "steps")}
     splits = None
@@ -49,10 +54,11 @@ def run(options: Plan) -> int:
 def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict[str, Any]:
     """The JSON report, in seconds and bytes."""
     config, timeline = plan.load.config, plan.timeline
-    names = "model", "preset", "cohorts", "steps", "requests", "bandwidth", "link", "latency", "capacity"
+    names = "model", "preset", "cohorts", "steps", "requests", "bandwidth", "link", "latency", "capacity", "kernel"
+    nodes = "gpus_per_node", "node_link", "node_latency"
     return {
         "costs": "bytes over bandwidth, not measured",
-        "wanted": {name: getattr(options, name) for name in names}
+        "wanted": {name: getattr(options, name) for name in (*names, *nodes)}
         | {"stages": plan.load.num_stages, "shards": plan.load.num_shards, "context": plan.load.context},
         "model": {
             "architecture": config.architecture,

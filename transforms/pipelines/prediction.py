@@ -1,5 +1,6 @@
 """`predict_decode`: the time of a decode loop over pipeline stages, from a model's configuration and a bandwidth."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +12,13 @@ from weft.display.durations import duration
 from weft.display.quantities import byte_size, counted
 from weft.display.tables import Table, text, titled
 from weft.effects import Program
-from weft.errors import CostError, ProgramError, RequestError
+from weft.errors import ProgramError, RequestError
 from weft.stages.config import ModelConfig
-from weft.stages.layout import balance, layer_weights, split_layers
+from weft.stages.layout import split_layers
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts
-from weft.transforms.pipelines.costs import Costs
+from weft.transforms.pipelines.decode_load import DecodeLoad
+from weft.transforms.pipelines.hardware import KERNELS_PER_LAYER, Machine
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import simulate
 from weft.transforms.pipelines.timeline import Timeline
@@ -26,117 +28,11 @@ _MOST_JOBS = 10_000
 _MOST_TRIED = 24
 """The most numbers of cohorts that are tried, about."""
 _CONTEXT = 1024
-_OUTPUT_BYTES = 8 + 4
-"""Bytes of a request's token and logprob (`weft.outputs.Output`)."""
 NOTE = (
     "Predicted from bytes over bandwidth, not measured: a stage takes the time in which its device reads the weights "
-    "and the KV cache once. Arithmetic, activations, kernel launches and the host count for nothing, so a real step is "
-    "slower, and much slower if one of these bounds it."
+    "and the KV cache once, its collectives, and the time of its kernels beside that, if it is given. Arithmetic, "
+    "activations and the host count for nothing, so a real step is slower, and much slower if one of these bounds it."
 )
-
-_MACHINE_RULES: dict[str, Rule] = {
-    "bandwidth": (lambda value: 0 < value < math.inf, "a finite number > 0, in bytes per second, as in 4.8e12"),
-    "link": (lambda value: value > 0, "a number > 0, in bytes per second; infinite: transfers take the latency alone"),
-    "latency": (lambda value: 0 <= value < math.inf, "a finite number >= 0, in seconds"),
-    "capacity": COUNT,
-}
-
-
-@attrs.frozen(kw_only=True)
-class Machine:
-    """The devices of a pipeline and the links between them.
-
-    Args:
-        bandwidth: bytes per second that a device reads from its memory. The default is from an H200's data sheet.
-        link: bytes per second between two ranks; infinite: a transfer takes only the latency.
-        latency: seconds of each transfer, whatever its size.
-        capacity: messages that an edge holds.
-
-    Raises:
-        CostError: a bandwidth that is not a finite number greater than 0, or another number that no machine has.
-    """
-
-    bandwidth: float = 4.8e12
-    link: float = math.inf
-    latency: float = 0.0
-    capacity: int = 2
-
-    def __attrs_post_init__(self) -> None:
-        for name, value in attrs.asdict(self).items():
-            check_values(f"Machine({name}={value!r})", _MACHINE_RULES, {name: value}, CostError)
-
-
-@attrs.frozen
-class DecodeLoad:
-    """The bytes that a decode step reads on one rank, and the seconds that its stages take: bytes over bandwidth, and
-    the collectives of ranks that share each layer.
-
-    Args:
-        context: tokens before the one that is generated.
-        num_shards: the ranks that share each layer.
-    """
-
-    config: ModelConfig
-    num_stages: int
-    context: int
-    machine: Machine
-    num_shards: int = 1
-
-    @property
-    def own(self) -> ModelConfig:
-        """The configuration of one rank's share."""
-        return self.config if self.num_shards == 1 else share_config(self.config, self.num_shards)
-
-    def collective(self, size: int) -> float:
-        """The seconds of an all-reduce, or of the gathering of a tensor, of so many bytes on each rank: each stores
-        them into the memory of all others."""
-        others = self.num_shards - 1
-        return self.machine.latency + others * size / self.machine.link if others else 0.0
-
-    def bytes(self) -> dict[str, int]:
-        """The bytes on one rank of the largest layer's weights, with all its experts; of the final norm and the head's
-        matrix; of a token's row of the embedding; of a token's keys and values in one layer; and of a token in the
-        message that one stage sends to the next. All are in the dtype that the model declares."""
-        config, row = self.own, self.config.hidden_size * self.config.dtype.itemsize
-        return {
-            "layer": max(weights.fixed + weights.experts for weights in layer_weights(config)),
-            "head": row + -(-config.vocab_size // self.num_shards) * row,
-            "embedding": row,
-            "kv": 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
-            "message": row,
-        }
-
-    def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
-        """The best split for a cohort of `size` requests, and that by the number of layers alone: for each stage, its
-        layers and seconds."""
-        own, per_second = self.bytes(), self.machine.bandwidth
-        kv, shared = size * self.context * own["kv"], self.collective(size * own["message"])
-        logits = size * -(-self.config.vocab_size // self.num_shards) * self.config.dtype.itemsize
-        layers = [(weights.read(size) + kv) / per_second + 2 * shared for weights in layer_weights(self.own)]
-        first = size * own["embedding"] / per_second + shared
-        last = own["head"] / per_second + self.collective(logits)
-
-        def seconds(start: int, stop: int) -> float:
-            return sum(layers[start:stop]) + first * (start == 0) + last * (stop == len(layers))
-
-        layouts = {
-            "balanced": balance(layers, self.num_stages, first=first, last=last),
-            "even": split_layers(len(layers), self.num_stages),
-        }
-        return {
-            name: [{"start": s.start, "stop": s.stop, "seconds": seconds(s.start, s.stop)} for s in split]
-            for name, split in layouts.items()
-        }
-
-    def costs(self, size: int) -> Costs:
-        """The costs of a step of a cohort of `size` requests, in its best split."""
-        return Costs(
-            [stage["seconds"] for stage in self.splits(size)["balanced"]],
-            latency=self.machine.latency,
-            bytes_per_second=self.machine.link,
-            message_bytes=size * self.bytes()["message"],
-            output_bytes=size * _OUTPUT_BYTES,
-        )
 
 
 @attrs.frozen(repr=False)
@@ -149,7 +45,7 @@ class Prediction:
         cohorts: the numbers of cohorts that were tried.
         chosen: the one of them that the rest is about.
         splits: the layers of each stage, for a cohort of the chosen size.
-        programs, timeline: the first steps, from an empty pipeline.
+        steps: of each cohort in the timeline.
     """
 
     load: DecodeLoad
@@ -157,8 +53,17 @@ class Prediction:
     cohorts: CohortPlan
     chosen: CohortRow
     splits: dict[str, list[dict[str, Any]]]
-    programs: tuple[Program, ...]
-    timeline: Timeline
+    steps: int
+
+    @functools.cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of the first steps, one for each stage."""
+        return make_programs(self.load.num_stages, decode_jobs(self.chosen.cohorts, self.steps))
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The timeline of the first steps, from an empty pipeline."""
+        return simulate(self.programs, self.load.costs(self.chosen.size), capacity=self.load.machine.capacity)
 
     def __str__(self) -> str:
         return "\n".join((*self.answer(), "", *self.assumptions()))
@@ -195,15 +100,19 @@ class Prediction:
         chosen, load, stages, sizes = self.chosen, self.load, self.splits["balanced"], self.load.bytes()
         slowest = max(range(len(stages)), key=lambda index: stages[index]["seconds"])
         start, stop, seconds = stages[slowest].values()
-        shared = 2 * (stop - start) * load.collective(chosen.size * sizes["message"])
-        if shared > seconds / 2:
-            return f"collectives: {duration(shared)} of the {duration(seconds)} of the slowest stage"
+        parts = {
+            "collectives": (stop - start) * 2 * load.all_reduce(chosen.size),
+            "kernels": (stop - start) * load.kernels,
+        }
+        for name, part in parts.items():
+            if part > seconds / 2:
+                return f"{name}: {duration(part)} of the {duration(seconds)} of the slowest stage"
         if min(chosen.bubbles) < 0.01:
             kv = chosen.size * load.context * sizes["kv"] * (stop - start)
             share = kv / (seconds * load.machine.bandwidth)
             return f"memory bandwidth: stage {slowest}, {1 - share:.0%} weights and {share:.0%} KV cache"
-        transfer = load.machine.latency + chosen.size * sizes["message"] / load.machine.link
-        if len(stages) > 1 and transfer > seconds:
+        transfer = load.transfer(chosen.size)
+        if transfer > seconds:
             return f"transfers: a message takes {duration(transfer)}, the slowest stage {duration(seconds)}"
         return "the way of a cohort through all stages: ranks wait for it, with too few other cohorts to work on"
 
@@ -218,11 +127,24 @@ class Prediction:
         kv = byte_size(sizes["kv"] * context)
         yield f"KV cache: {kv} per request and layer, for {counted(context, 'token')} of context"
         yield f"memory bandwidth: {machine.bandwidth / 1e9:g} GB/s"
-        link = "" if math.isinf(machine.link) else f", and its bytes at {machine.link / 1e9:g} GB/s"
-        cost = "no time" if not (machine.latency or link) else f"{machine.latency * 1e6:g} us{link}"
-        yield f"a transfer takes {cost}; an edge holds {counted(machine.capacity, 'message')}"
+        if machine.kernel:
+            yield f"each of {KERNELS_PER_LAYER} kernels of a layer takes {machine.kernel * 1e6:g} us besides"
+        yield f"a transfer takes {_transfer(machine.latency, machine.link)}; an edge holds {_messages(machine)}"
+        if machine.gpus_per_node is not None:
+            far = _transfer(*machine.between_nodes)
+            yield f"nodes of {counted(machine.gpus_per_node, 'GPU')}; between two of them a transfer takes {far}"
         if shards > 1:
-            yield f"an all-reduce takes as long as {counted(shards - 1, 'transfer')} at once; a layer has two"
+            how = "as measured" if machine.collective else "in one step to all others, or around a ring"
+            yield f"a layer has two all-reduces of {counted(shards, 'rank')}, {how}"
+
+
+def _transfer(latency: float, link: float) -> str:
+    speed = "" if math.isinf(link) else f", and its bytes at {link / 1e9:g} GB/s"
+    return "no time" if not (latency or speed) else f"{latency * 1e6:g} us{speed}"
+
+
+def _messages(machine: Machine) -> str:
+    return counted(machine.capacity, "message")
 
 
 _RULES: dict[str, Rule] = {
@@ -302,6 +224,4 @@ def predict_decode(
     if not 1 <= steps <= most:
         seen = f"{steps} steps of each of {counted(chosen.cohorts, 'cohort')}"
         raise ProgramError(f"{call}steps={steps})", seen, f"from 1 to {most} steps")
-    programs = make_programs(num_stages, decode_jobs(chosen.cohorts, steps))
-    timeline = simulate(programs, load.costs(chosen.size), capacity=capacity)
-    return Prediction(load, requests, plan, chosen, load.splits(chosen.size), programs, timeline)
+    return Prediction(load, requests, plan, chosen, load.splits(chosen.size), steps)

@@ -14,7 +14,13 @@ from weft.transforms.pipelines.prediction import Prediction, predict_decode
 
 _BAR = 12
 """Characters of the longest bar."""
-_BOUNDS = {"memory": "memory", "transfers": "transfers", "collectives": "collectives", "the": "too few cohorts"}
+_BOUNDS = {
+    "memory": "memory",
+    "transfers": "transfers",
+    "collectives": "collectives",
+    "kernels": "kernels",
+    "the": "too few cohorts",
+}
 """The bottleneck in a word or two, by the first word of the answer."""
 
 

@@ -46,6 +46,7 @@ LAYER = 2 * (2 * 64 + 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128)
 HEAD = 2 * (2304 * 64 + 64)
 KV = 2 * 2 * 16 * 2
 ROW = 64 * 2
+SAMPLING = 26  # bytes that could be read while a logit is drawn from
 
 
 def predicted(run: Weft, folder: str, *more: str) -> Any:
@@ -86,7 +87,8 @@ def test_experts_cost_what_the_tokens_touch(run: Weft, tmp_path: Path) -> None:
     assert found["model"]["bytes"]["layer"] == max(sparse + experts, dense)
     touched = sparse + experts * (1 - 0.75**2)
     seconds = [stage["seconds"] for stage in found["splits"]["even"]]
-    assert seconds == pytest.approx([(touched + 2 * 512) / 1e9, dense / 1e9, (touched + 512 + 256 * 512) / 1e9])
+    last = touched + 512 + 256 * 512 + 2 * 256 * SAMPLING
+    assert seconds == pytest.approx([(touched + 2 * 512) / 1e9, dense / 1e9, last / 1e9])
 
 
 def test_the_bytes_are_those_of_a_checkpoint(run: Weft) -> None:
@@ -100,10 +102,11 @@ def test_the_bytes_are_those_of_a_checkpoint(run: Weft) -> None:
 def test_a_stage_costs_its_bytes_over_the_bandwidth(run: Weft, folder: str) -> None:
     found = predicted(run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--context", "100")
     layer, embedding = LAYER + 4 * 100 * KV, 4 * ROW
-    for name, sizes in (("balanced", (5, 3)), ("even", (4, 4))):
+    sampling = 4 * 2304 * SAMPLING
+    for name, sizes in (("balanced", (6, 2)), ("even", (4, 4))):
         split = found["splits"][name]
         assert tuple(stage["stop"] - stage["start"] for stage in split) == sizes
-        wanted = [(sizes[0] * layer + embedding) / 1e9, (sizes[1] * layer + HEAD) / 1e9]
+        wanted = [(sizes[0] * layer + embedding) / 1e9, (sizes[1] * layer + HEAD + sampling) / 1e9]
         assert [stage["seconds"] for stage in split] == pytest.approx(wanted)
 
 
@@ -178,9 +181,10 @@ def test_the_answer_is_the_figures_of_the_report(run: Weft, folder: str) -> None
 
 BOUND: dict[str, tuple[tuple[str, ...], str]] = {
     "weights": (
-        ("--cohorts", "2", "--context", "0"),
-        "bound by memory bandwidth: stage 0, 100% weights and 0% KV cache",
+        ("--cohorts", "2", "--context", "0", "--requests", "2"),
+        "bound by memory bandwidth: stage 1, 100% weights and 0% KV cache",
     ),
+    "kernels": (("--cohorts", "2", "--kernel", "100"), "bound by kernels: 4.4 ms of the "),
     "one cohort": (("--cohorts", "1"), "bound by the way of a cohort through all stages: ranks wait for it"),
     "slow transfers": (("--latency", "1e6"), "bound by transfers: a message takes 1 s, the slowest stage "),
     "a thin link": (("--link", "1e-6"), "bound by transfers: a message takes "),
@@ -256,6 +260,10 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--pp", "2", "--context", "4096"),
         ("error: weft plan --context 4096", "the model has 4096 positions", "instead: from 0 to 4095"),
     ),
+    "a network of one node": (
+        ("--pp", "2", "--node-link", "50"),
+        ("error: weft plan --node-link 50", "saw: one node", "--gpus-per-node 8 with --node-link, or neither"),
+    ),
     "no number": (("--pp", "two"), ("argument --pp: 'two': write a whole number",)),
 }
 
@@ -294,6 +302,19 @@ def test_gpus_are_split_in_each_way(run: Weft, folder: str) -> None:
     code, out, _ = run("--model", folder, "--gpus", "4", "--latency", "2")
     assert code == 0
     assert "splits over 4 GPUs (simulated)" in out
+
+
+def test_ranks_of_a_stage_stay_in_a_node_where_the_network_is_slow(run: Weft, folder: str) -> None:
+    options = ("--gpus", "4", "--requests", "8", "--cohorts", "2", "--latency", "2", "--gpus-per-node", "2")
+    near, far = (predicted(run, folder, *options, *more) for more in ((), ("--node-latency", "500")))
+    assert [one["shards"] for one in near["gpus"]] == [1, 2, 4]
+    took = [[one["step_time"] for one in found["gpus"]] for found in (near, far)]
+    assert took[1][2] > 4 * took[0][2]  # four ranks are in two nodes
+    assert far["predicted"]["step_time"] == took[1][1]
+    code, out, _ = run("--model", folder, *options, "--node-latency", "500", "--node-link", "50", "--kernel", "2")
+    assert code == 0
+    assert "nodes of 2 GPUs; between two of them a transfer takes 500 us, and its bytes at 50 GB/s" in out
+    assert "each of 11 kernels of a layer takes 2 us besides" in out
 
 
 def test_it_needs_no_weights(run: Weft, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 import attrs
 import pytest
 
+from weft.effects import Send
 from weft.errors import ConfigError, ProgramError
 from weft.stages import DEMO, load_config
 from weft.stages.config import ModelConfig
-from weft.stages.layout import layer_weights
+from weft.stages.layout import BYTES_PER_LOGIT, layer_weights
 from weft.stages.shares import share_config
-from weft.transforms.pipelines.prediction import Machine, predict_decode
+from weft.transforms.pipelines.costs import Costs
+from weft.transforms.pipelines.hardware import KERNELS_PER_LAYER, Machine
+from weft.transforms.pipelines.prediction import predict_decode
 from weft.transforms.pipelines.splits import SplitPlan, plan_splits
 
 SLOW = Machine(bandwidth=1e9, link=1e9, latency=1e-5)
@@ -29,7 +32,8 @@ def test_a_share_reads_its_part_and_pays_for_collectives(config: ModelConfig) ->
     head = row + -(-config.vocab_size // shards) * row
     sums = (2 * config.num_layers + 1) * (1e-5 + size * row / 1e9)  # two in each layer, and the embedding's
     logits = 1e-5 + size * -(-config.vocab_size // shards) * item / 1e9
-    by_hand = (read + kv + head + size * row) / 1e9 + sums + logits
+    sampling = size * config.vocab_size * BYTES_PER_LOGIT
+    by_hand = (read + kv + head + size * row + sampling) / 1e9 + sums + logits
     assert found.splits["balanced"][0]["seconds"] == pytest.approx(by_hand)
     assert found.num_gpus == 2
     assert "each shared by 2 ranks" in str(found)
@@ -60,6 +64,44 @@ def test_slow_links_bound_a_step(config: ModelConfig) -> None:
     assert found.bound().startswith("collectives: ")
     best = plan_splits(config, 2, requests=1, machine=Machine(latency=1.0)).best
     assert (best.load.num_shards, best.load.num_stages) == (1, 2)
+
+
+NODES = Machine(bandwidth=1e9, link=1e9, latency=1e-5, gpus_per_node=2, node_link=1e8, node_latency=1e-4)
+
+
+def test_ranks_of_two_nodes_pay_for_the_network(config: ModelConfig) -> None:
+    size, row = 4, config.hidden_size * config.dtype.itemsize
+    inside, across = (predict_decode(config, 1, shards=n, requests=size, machine=NODES).load for n in (2, 4))
+    assert inside.all_reduce(size) == pytest.approx(1e-5 + size * row / 1e9)
+    assert across.all_reduce(size) == pytest.approx(1e-4 + 3 * size * row / 1e8)
+    assert inside.transfer(size) == 0
+    one, two = (predict_decode(config, 4 // n, shards=n, requests=size, machine=NODES).load for n in (1, 2))
+    assert (one.transfer(size), two.transfer(size)) == (pytest.approx(1e-4 + size * row / 1e8),) * 2
+    costs = one.costs(size)
+    assert isinstance(costs, Costs)
+    edges = [costs.transfer(Send(b, 0), (a, b), 0) for a, b in ((0, 1), (1, 2), (2, 3))]
+    assert edges == [1e-5, 1e-4, 1e-5]
+
+
+def test_a_stage_of_which_one_part_is_in_another_node_counts_for_all(config: ModelConfig) -> None:
+    odd = attrs.evolve(config, num_heads=3, num_kv_heads=3, intermediate_size=282)
+    load = predict_decode(odd, 2, shards=3, requests=4, machine=attrs.evolve(NODES, gpus_per_node=4)).load
+    assert [NODES.is_near(load.ranks(stage)) for stage in range(2)] == [False, False]
+    assert [load.machine.is_near(load.ranks(stage)) for stage in range(2)] == [True, False]
+    assert load.all_reduce(4) > 1e-4
+
+
+def test_measured_collectives_take_the_place_of_links(config: ModelConfig) -> None:
+    found = predict_decode(config, 1, shards=2, requests=4, machine=Machine(collective=lambda effect: 1.0))
+    assert found.load.all_reduce(4) == found.load.all_gather(4) == 1.0
+    assert "as measured" in str(found)
+
+
+def test_kernels_count_in_every_layer(config: ModelConfig) -> None:
+    with_, without = (predict_decode(config, 1, requests=4, machine=Machine(kernel=k)) for k in (1e-6, 0.0))
+    more = with_.chosen.step_time - without.chosen.step_time
+    assert more == pytest.approx(KERNELS_PER_LAYER * config.num_layers * 1e-6)
+    assert with_.bound().startswith("kernels: ")
 
 
 def test_refusals(config: ModelConfig) -> None:
