@@ -37,7 +37,7 @@ def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ..
     """
     full = min(cohorts, num_stages + 1)  # no rank runs further ahead of the outputs that returned
     job = full + 1  # the first ones wait for nothing
-    programs = make_programs(num_stages, decode_jobs(full, 1 + math.ceil(2 / full)))
+    programs = make_programs(num_stages, decode_jobs(full, 1 + math.ceil(2 / full))[: job + 1])
     found = []
     for program in programs:
         first, last = (program.effects.index(Run(f"stage {program.rank}", mb)) for mb in (job - 1, job))

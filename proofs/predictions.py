@@ -1,0 +1,185 @@
+"""Predicted against measured decodes of models over several GPUs: `python -m weft.proofs.predictions`.
+
+For each kind of GPU, `calibrate` fits two numbers of a `Machine`, its bandwidth and the time of a kernel, to decodes on
+one GPU alone. Collectives take what an all-reduce by itself took (`bench.collectives`), messages what a message by itself
+took (`bench.transfers`). Then `predict_decode` says the time of a token over several GPUs, none of which was looked at.
+"""
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import torch
+
+from weft.display.tables import Table
+from weft.meshes.collectives import Collective
+from weft.proofs.records import read
+from weft.stages.config import ModelConfig, parse_config
+from weft.stages.random_weights import PRESETS
+from weft.transforms.pipelines.costs import collective_bytes
+from weft.transforms.pipelines.hardware import KERNELS_PER_LAYER, Machine
+from weft.transforms.pipelines.prediction import predict_decode
+
+_CONTEXT = 2 + 512 // 2
+"""The mean number of tokens before a new one, with 2 tokens in and 512 out."""
+
+
+@attrs.frozen
+class Decode:
+    """A measured decode of 2 tokens in and 512 out, of requests that all arrive at once.
+
+    Args:
+        gpu: its kind.
+        model: a name in `PRESETS`.
+        shards, stages: ranks that share each layer, and pipeline stages.
+        requests: their number.
+        seconds: the median time per output token, of each run.
+        file: the record.
+    """
+
+    gpu: str
+    model: str
+    shards: int
+    stages: int
+    requests: int
+    seconds: tuple[float, ...]
+    file: str
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
+        return parse_config(PRESETS[self.model], source=self.model)
+
+    @property
+    def measured(self) -> float:
+        """The median of the runs."""
+        return statistics.median(self.seconds)
+
+    def predicted(self, machine: Machine) -> float:
+        """The seconds of a step on a machine, with one cohort a stage, as the engine has it."""
+        found = predict_decode(
+            self.config,
+            self.stages,
+            shards=self.shards,
+            requests=self.requests,
+            context=_CONTEXT,
+            cohorts=self.stages,
+            machine=machine,
+        )
+        return found.chosen.step_time
+
+
+def _decode(gpu: str, model: str, split: tuple[int, int], rows: Sequence[dict[str, Any]], file: str) -> Decode:
+    seconds = tuple(row["tpot"]["p50"] / 1e3 for row in rows)
+    return Decode(gpu, model, *split, rows[0]["num_requests"], seconds, file)
+
+
+def _grouped(rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of decodes in one graph a step, by number of requests."""
+    own = [row for row in rows if row.get("workload") == "decode" and row["mode"].startswith("full")]
+    own = [row for row in own if not row.get("batch_invariant")]
+    for requests in dict.fromkeys(row["num_requests"] for row in own):
+        yield [row for row in own if row["num_requests"] == requests]
+
+
+def decodes() -> Iterator[Decode]:
+    """The measured decodes, those on one GPU first."""
+    price = read("h100-batch-invariant-price")
+    found = dict[tuple[str, int], list[dict[str, Any]]]()
+    for run in price.data["runs"]:
+        found.setdefault((run["preset"], run["stages"]), []).extend(run["rows"])
+    for (model, stages), rows in found.items():
+        for own in _grouped(rows):
+            yield _decode("H100", model, (1, stages), own, price.file)
+    tensor = read("h100x2-tensor")
+    for run in tensor.data["runs"]:
+        for own in _grouped(run["rows"]):
+            yield _decode("H100", run["preset"], (tensor.data["shares"], 1), own, tensor.file)
+    for model, name, stages in (
+        ("qwen3-0.6b", "h200-serving-dense-1", 1),
+        ("qwen3-0.6b", "h200-serving-dense", 1),
+        ("qwen3-30b-a3b-fp8", "h200-serving-moe-1", 1),
+        ("qwen3-30b-a3b-fp8", "h200-serving-moe", 1),
+        ("qwen3-30b-a3b-fp8", "h200x2-serving-moe-peer", 2),
+        ("qwen3-30b-a3b-fp8", "h200x2-serving-moe-peer-256", 2),
+        ("qwen3-30b-a3b-fp8", "h200x4-serving-moe-peer-512", 4),
+    ):
+        record = read(name)
+        for own in _grouped(record.data["rows"]):
+            yield _decode("H200", model, (1, stages), own, record.file)
+    builds = read("h200-decodes-two-builds")
+    for requests in (1, 128):
+        rows = [row for row in builds.data["rows"] if (row["model"], row["num_requests"]) == ("llama-3.1-8b", requests)]
+        seconds = tuple(ms / 1e3 for row in rows if row["build"] == "now" for ms in row["tpot_ms"])
+        yield Decode("H200", "llama-3.1-8b", 1, 1, requests, seconds, builds.file)
+
+
+def measured_collective() -> Callable[[Collective], float]:
+    """The seconds of a collective of 2 H100s by `peer`: those of the all-reduces of `bench.collectives`, between whose
+    sizes, and past the largest, they lie on lines."""
+    rows = [row for row in read("h100x2-collectives").data["rows"] if row["way"] == "peer"]
+    sizes = [row["tokens"] * 2048 * 2 for row in rows]
+    lines = list(pairwise(zip(sizes, (row["graph_us"] / 1e6 for row in rows), strict=True)))
+
+    def seconds(effect: Collective) -> float:
+        size = collective_bytes(effect)
+        (small, fast), (large, slow) = lines[min(max(bisect_left(sizes, size) - 1, 0), len(lines) - 1)]
+        return fast + (slow - fast) * (size - small) / (large - small)
+
+    return seconds
+
+
+def calibrate(alone: Sequence[Decode], **links: Any) -> Machine:
+    """The machine with the bandwidth and the time of a kernel that fit decodes on one GPU best: by least squares of
+    relative errors. A prediction is the bytes over the first, and the number of kernels times the second."""
+    features = [
+        (one.predicted(Machine(bandwidth=1.0)) / one.measured, KERNELS_PER_LAYER * one.config.num_layers / one.measured)
+        for one in alone
+    ]
+    given = torch.tensor(features, dtype=torch.float64)
+    scale = given.amax(0)
+    found = torch.linalg.lstsq(given / scale, torch.ones(len(alone), 1, dtype=torch.float64)).solution.flatten() / scale
+    return Machine(bandwidth=1 / float(found[0]), kernel=float(found[1]), **links)
+
+
+def machines(found: Sequence[Decode]) -> dict[str, Machine]:
+    """The calibrated machine of each kind of GPU. Both have the messages that were measured on H200s."""
+    rows = [row for run in read("h200x2-transfers").data["runs"] for row in run["rows"] if row["backend"] == "peer"]
+    latency = statistics.median((row["graph_us"] - row["floor_us"]) / 2e6 for row in rows)
+    link = statistics.median(2 * 64 * 2048 * 2 / row["floor_us"] * 1e6 for row in rows)
+    alone = {gpu: [x for x in found if x.gpu == gpu and x.shards * x.stages == 1] for gpu in ("H100", "H200")}
+    measured: dict[str, Any] = {"H100": {"collective": measured_collective()}, "H200": {}}
+    return {gpu: calibrate(own, latency=latency, link=link, **measured[gpu]) for gpu, own in alone.items()}
+
+
+def table() -> Table:
+    """A row for each measured decode: its measured and its predicted time per token."""
+    found = list(decodes())
+    by_gpu = machines(found)
+    rows = []
+    for one in sorted(found, key=lambda one: (one.gpu, one.shards * one.stages > 1)):
+        predicted = one.predicted(by_gpu[one.gpu])
+        rows.append(
+            {
+                "GPU": one.gpu,
+                "model": one.model,
+                "--tp": one.shards,
+                "--pp": one.stages,
+                "requests": one.requests,
+                "measured ms": f"{one.measured * 1e3:.2f}",
+                "predicted ms": f"{predicted * 1e3:.2f}",
+                "error": f"{predicted / one.measured - 1:+.0%}",
+                "": "fitted" if one.shards * one.stages == 1 else "",
+            }
+        )
+    return Table.of(rows)
+
+
+if __name__ == "__main__":
+    for gpu, machine in machines(list(decodes())).items():
+        print(f"{gpu}: {machine.bandwidth / 1e12:.2f} TB/s, {machine.kernel * 1e6:.2f} us a kernel", end=", ")
+        print(f"a message {machine.latency * 1e6:.2f} us and its bytes at {machine.link / 1e9:.0f} GB/s")
+    print(table())
