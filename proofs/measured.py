@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.proofs.picture import PICTURE, picture
+from weft.proofs.predictions import predicted
 from weft.proofs.records import read, served, span, speeds
 
 PAGE = Path(__file__).parent / "pages" / "measured.md"
@@ -256,6 +257,16 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
         yield record.row(f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine)
 
 
+def predicted_rows() -> Iterator[tuple[str, ...]]:
+    """Decodes over several GPUs against predictions from decodes on one."""
+    for one, seconds in predicted():
+        if one.num_gpus > 1:
+            requests = f"{one.requests} request{'s' * (one.requests > 1)}, {LENGTHS['decode']}"
+            what = f"{one.model}: {requests}, `--tp {one.shards} --pp {one.stages}`: predicted from one GPU"
+            against = f"{one.measured * 1e3:.2f} ms measured: {seconds / one.measured - 1:+.0%}"
+            yield one.record.row(what, f"{seconds * 1e3:.2f} ms a token", against, f"{one.num_gpus} {one.gpu}")
+
+
 def http_rows() -> Iterator[tuple[str, ...]]:
     """`weft serve` next to an engine without HTTP, by our client and by vLLM's."""
     record = read("h200-http")
@@ -298,7 +309,8 @@ def client_rows() -> Iterator[tuple[str, ...]]:
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
     served = serving_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows
-    for rows in (*served, start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, http_rows, client_rows):
+    others = start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, predicted_rows, http_rows, client_rows
+    for rows in (*served, *others):
         yield from rows()
 
 

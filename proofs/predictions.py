@@ -1,8 +1,9 @@
 """Predicted against measured decodes of models over several GPUs: `python -m weft.proofs.predictions`.
 
 For each kind of GPU, `calibrate` fits two numbers of a `Machine`, its bandwidth and the time of a kernel, to decodes on
-one GPU alone. Collectives take what an all-reduce by itself took (`bench.collectives`), messages what a message by itself
-took (`bench.transfers`). Then `predict_decode` says the time of a token over several GPUs, none of which was looked at.
+one GPU alone. Collectives take what an all-reduce by itself took (`bench.collectives`), and messages what a message by
+itself took (`bench.transfers`). Then `predict_decode` says the time of a token over several GPUs, without a look at
+what was measured there.
 """
 
 import statistics
@@ -16,7 +17,7 @@ import torch
 
 from weft.display.tables import Table
 from weft.meshes.collectives import Collective
-from weft.proofs.records import read
+from weft.proofs.records import Record, read
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.random_weights import PRESETS
 from weft.transforms.pipelines.costs import collective_bytes
@@ -37,7 +38,7 @@ class Decode:
         shards, stages: ranks that share each layer, and pipeline stages.
         requests: their number.
         seconds: the median time per output token, of each run.
-        file: the record.
+        record: that has them.
     """
 
     gpu: str
@@ -46,12 +47,17 @@ class Decode:
     stages: int
     requests: int
     seconds: tuple[float, ...]
-    file: str
+    record: Record
 
     @property
     def config(self) -> ModelConfig:
         """The model's configuration."""
         return parse_config(PRESETS[self.model], source=self.model)
+
+    @property
+    def num_gpus(self) -> int:
+        """The ranks."""
+        return self.shards * self.stages
 
     @property
     def measured(self) -> float:
@@ -72,9 +78,9 @@ class Decode:
         return found.chosen.step_time
 
 
-def _decode(gpu: str, model: str, split: tuple[int, int], rows: Sequence[dict[str, Any]], file: str) -> Decode:
+def _decode(gpu: str, model: str, split: tuple[int, int], rows: Sequence[dict[str, Any]], record: Record) -> Decode:
     seconds = tuple(row["tpot"]["p50"] / 1e3 for row in rows)
-    return Decode(gpu, model, *split, rows[0]["num_requests"], seconds, file)
+    return Decode(gpu, model, *split, rows[0]["num_requests"], seconds, record)
 
 
 def _grouped(rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -93,11 +99,11 @@ def decodes() -> Iterator[Decode]:
         found.setdefault((run["preset"], run["stages"]), []).extend(run["rows"])
     for (model, stages), rows in found.items():
         for own in _grouped(rows):
-            yield _decode("H100", model, (1, stages), own, price.file)
+            yield _decode("H100", model, (1, stages), own, price)
     tensor = read("h100x2-tensor")
     for run in tensor.data["runs"]:
         for own in _grouped(run["rows"]):
-            yield _decode("H100", run["preset"], (tensor.data["shares"], 1), own, tensor.file)
+            yield _decode("H100", run["preset"], (tensor.data["shares"], 1), own, tensor)
     for model, name, stages in (
         ("qwen3-0.6b", "h200-serving-dense-1", 1),
         ("qwen3-0.6b", "h200-serving-dense", 1),
@@ -109,12 +115,12 @@ def decodes() -> Iterator[Decode]:
     ):
         record = read(name)
         for own in _grouped(record.data["rows"]):
-            yield _decode("H200", model, (1, stages), own, record.file)
+            yield _decode("H200", model, (1, stages), own, record)
     builds = read("h200-decodes-two-builds")
     for requests in (1, 128):
         rows = [row for row in builds.data["rows"] if (row["model"], row["num_requests"]) == ("llama-3.1-8b", requests)]
         seconds = tuple(ms / 1e3 for row in rows if row["build"] == "now" for ms in row["tpot_ms"])
-        yield Decode("H200", "llama-3.1-8b", 1, 1, requests, seconds, builds.file)
+        yield Decode("H200", "llama-3.1-8b", 1, 1, requests, seconds, builds)
 
 
 def measured_collective() -> Callable[[Collective], float]:
@@ -122,7 +128,8 @@ def measured_collective() -> Callable[[Collective], float]:
     sizes, and past the largest, they lie on lines."""
     rows = [row for row in read("h100x2-collectives").data["rows"] if row["way"] == "peer"]
     sizes = [row["tokens"] * 2048 * 2 for row in rows]
-    lines = list(pairwise(zip(sizes, (row["graph_us"] / 1e6 for row in rows), strict=True)))
+    points: list[tuple[int, float]] = list(zip(sizes, (row["graph_us"] / 1e6 for row in rows), strict=True))
+    lines = list(pairwise(points))
 
     def seconds(effect: Collective) -> float:
         size = collective_bytes(effect)
@@ -150,18 +157,23 @@ def machines(found: Sequence[Decode]) -> dict[str, Machine]:
     rows = [row for run in read("h200x2-transfers").data["runs"] for row in run["rows"] if row["backend"] == "peer"]
     latency = statistics.median((row["graph_us"] - row["floor_us"]) / 2e6 for row in rows)
     link = statistics.median(2 * 64 * 2048 * 2 / row["floor_us"] * 1e6 for row in rows)
-    alone = {gpu: [x for x in found if x.gpu == gpu and x.shards * x.stages == 1] for gpu in ("H100", "H200")}
+    alone = {gpu: [x for x in found if x.gpu == gpu and x.num_gpus == 1] for gpu in ("H100", "H200")}
     measured: dict[str, Any] = {"H100": {"collective": measured_collective()}, "H200": {}}
     return {gpu: calibrate(own, latency=latency, link=link, **measured[gpu]) for gpu, own in alone.items()}
 
 
-def table() -> Table:
-    """A row for each measured decode: its measured and its predicted time per token."""
+def predicted() -> Iterator[tuple[Decode, float]]:
+    """Each measured decode with the seconds that are predicted for a token, by kind of GPU, one GPU first."""
     found = list(decodes())
     by_gpu = machines(found)
+    for one in sorted(found, key=lambda one: (one.gpu, one.num_gpus > 1)):
+        yield one, one.predicted(by_gpu[one.gpu])
+
+
+def table() -> Table:
+    """A row for each measured decode: its measured and its predicted time per token."""
     rows = []
-    for one in sorted(found, key=lambda one: (one.gpu, one.shards * one.stages > 1)):
-        predicted = one.predicted(by_gpu[one.gpu])
+    for one, seconds in predicted():
         rows.append(
             {
                 "GPU": one.gpu,
@@ -170,9 +182,9 @@ def table() -> Table:
                 "--pp": one.stages,
                 "requests": one.requests,
                 "measured ms": f"{one.measured * 1e3:.2f}",
-                "predicted ms": f"{predicted * 1e3:.2f}",
-                "error": f"{predicted / one.measured - 1:+.0%}",
-                "": "fitted" if one.shards * one.stages == 1 else "",
+                "predicted ms": f"{seconds * 1e3:.2f}",
+                "error": f"{seconds / one.measured - 1:+.1%}",
+                "": "fitted" if one.num_gpus == 1 else "",
             }
         )
     return Table.of(rows)

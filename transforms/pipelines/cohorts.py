@@ -8,6 +8,7 @@ import attrs
 from weft.arguments.checks import COUNT, Rule, check_values
 from weft.display.durations import duration
 from weft.display.tables import Table, Tabled
+from weft.effects import Run
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.costs import Costs
 from weft.transforms.pipelines.steady import seconds_per_job
@@ -111,7 +112,7 @@ def plan_cohorts(
         size = math.ceil(num_requests / number)
         costs = _costs(stage_seconds(size), num_stages, call)
         step_time = number * seconds_per_job(num_stages, number, costs, capacity)
-        busy = (number * (seconds + costs.advance) for seconds in costs.stages)
+        busy = (number * (costs.seconds(Run(f"stage {stage}", 0)) + costs.advance) for stage in range(num_stages))
         bubbles = tuple(max(0.0, 1.0 - own / step_time) if step_time else 0.0 for own in busy)
         rows.append(CohortRow(number, size, step_time, num_requests / step_time if step_time else math.inf, bubbles))
     return CohortPlan(tuple(rows))

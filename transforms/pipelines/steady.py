@@ -111,8 +111,8 @@ def _evaluate(policy: Mapping[Hashable, Arc]) -> tuple[dict[Hashable, float], di
             node = policy[node][0]
         if node not in ratios:
             cycle = path[places[node] :]
-            weight, delay = (sum(own) for own in zip(*(policy[each][1:] for each in cycle), strict=True))
-            ratios[node], values[node] = weight / delay, 0.0
+            weights, delays = zip(*(policy[each][1:] for each in cycle), strict=True)
+            ratios[node], values[node] = sum(weights) / sum(delays), 0.0
         for each in reversed(path):
             if each not in ratios:
                 source, weight, delay = policy[each]
