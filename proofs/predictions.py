@@ -191,7 +191,8 @@ def table() -> Table:
 
 
 if __name__ == "__main__":
-    for gpu, machine in machines(list(decodes())).items():
-        print(f"{gpu}: {machine.bandwidth / 1e12:.2f} TB/s, {machine.kernel * 1e6:.2f} us a kernel", end=", ")
-        print(f"a message {machine.latency * 1e6:.2f} us and its bytes at {machine.link / 1e9:.0f} GB/s")
     print(table())
+    for gpu, machine in machines(list(decodes())).items():
+        speeds = f"--bandwidth {machine.bandwidth / 1e9:.0f} --link {machine.link / 1e9:.0f}"
+        times = f"--latency {machine.latency * 1e6:.2f} --kernel {machine.kernel * 1e6:.2f}"
+        print(f"{gpu}: weft plan {speeds} {times} ...")
