@@ -151,16 +151,29 @@ def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
     return balanced(REDUCTIONS[reduce_op], [x.float() for x in inputs]).to(inputs[0].dtype)
 
 
+def cut(effect: Collective, x: Tensor) -> Tensor:
+    """What each rank gets of one rank's tensor in a collective, [ranks, ...]: its part, or the whole. A view."""
+    count = len(effect.ranks)
+    match effect:
+        case ReduceScatter(dim=dim) | AllToAll(split_dim=dim):
+            dim %= x.ndim
+            return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0)
+        case _:
+            return x.expand(count, *x.shape)
+
+
+def join(effect: Collective, received: Sequence[Tensor]) -> Tensor:
+    """The result of a collective on one rank, from what it got of the tensors of all ranks, in order."""
+    match effect:
+        case AllReduce(reduce_op=reduce_op) | ReduceScatter(reduce_op=reduce_op):
+            return reduced(received, reduce_op)
+        case AllGather(dim=dim) | AllToAll(concat_dim=dim):
+            return torch.cat(list(received), dim)
+
+
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The result of a collective on each rank, by definition, from the tensors of all ranks in order. Results may share
     memory with one another."""
-    match effect:
-        case AllReduce(reduce_op=reduce_op):
-            return [reduced(inputs, reduce_op)] * len(inputs)
-        case AllGather(dim=dim):
-            return [torch.cat(list(inputs), dim)] * len(inputs)
-        case ReduceScatter(reduce_op=reduce_op, dim=dim):
-            return list(reduced(inputs, reduce_op).chunk(len(inputs), dim))
-        case AllToAll(split_dim=split_dim, concat_dim=concat_dim):
-            parts = [x.chunk(len(inputs), split_dim) for x in inputs]
-            return [torch.cat(received, concat_dim) for received in zip(*parts, strict=True)]
+    if isinstance(effect, AllReduce | AllGather):
+        return [join(effect, inputs)] * len(inputs)
+    return [join(effect, received) for received in zip(*(cut(effect, x) for x in inputs), strict=True)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError, RankError
-from weft.meshes.collectives import Collective, combine
+from weft.meshes.collectives import Collective, cut, join
 from weft.torchapi.distributed import gloo_group
 from weft.transforms.pipelines.transports.messages import as_bytes
 from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
@@ -33,15 +33,15 @@ class GlooEnd:
         self._group = gloo_group("gloo", monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._address)
 
     def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
-        """Send the tensor to all others, and combine theirs in the order of the ranks."""
-        own, flat = self.monitor.rank, x.reshape(-1)
+        """Send each of the others its part of the tensor, or the whole, and join theirs in the order of the ranks."""
+        own, parts = self.monitor.rank, dict(zip(effect.ranks, cut(effect, x), strict=True))
         others = [rank for rank in effect.ranks if rank != own] if x.numel() else []
         for peer in others:
-            self.send([flat], peer, tag)
-        every = [x if rank == own else torch.empty_like(x) for rank in effect.ranks]
+            self.send([parts[peer].contiguous()], peer, tag)
+        every = {rank: parts[own] if rank == own else torch.empty_like(parts[own], memory_format=torch.contiguous_format) for rank in effect.ranks}
         for peer in others:
-            self.recv([every[effect.ranks.index(peer)]], peer, tag)
-        return combine(effect, every)[effect.ranks.index(own)].clone(memory_format=torch.contiguous_format)
+            self.recv([every[peer]], peer, tag)
+        return join(effect, [*every.values()]).clone(memory_format=torch.contiguous_format)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= self._capacity(peer):

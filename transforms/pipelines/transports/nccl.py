@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import Collective, combine
+from weft.meshes.collectives import AllGather, AllReduce, Collective, cut, join
 from weft.torchapi.distributed import nccl_group
 from weft.transforms.graphs.graphified import clear_caches
 from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
@@ -72,13 +72,15 @@ class NcclEnd:
         return self._groups["up" if up else "down"]
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
-        """Gather the tensors of all ranks, and combine them in the order of the ranks, so that all get the same
-        bits."""
-        group = self._members(effect.ranks)
-        every = torch.empty(len(effect.ranks), *x.shape, dtype=x.dtype, device=x.device)
-        if x.numel():
+        """Exchange what each rank gets of the others' tensors, and join it in the order of the ranks, so that all get
+        the same bits."""
+        group, parts = self._members(effect.ranks), cut(effect, x)
+        every = torch.empty(parts.shape, dtype=x.dtype, device=x.device)
+        if x.numel() and isinstance(effect, AllReduce | AllGather):
             group._allgather_base(every, x.contiguous()).wait()
-        return combine(effect, list(every))[effect.ranks.index(self.monitor.rank)].contiguous()
+        elif x.numel():
+            group.alltoall_base(every, parts.contiguous(), [], []).wait()
+        return join(effect, list(every)).contiguous()
 
     def _members(self, ranks: tuple[int, ...]) -> Any:
         """The communicator of the ranks of a collective, made when they first meet."""
