@@ -31,7 +31,7 @@ from weft.settings import is_batch_invariant
 from weft.stages.config import ModelConfig
 from weft.stages.functions import ChangeLogits, LogitsAt, blamed_on
 from weft.stages.params import DecoderParams
-from weft.stages.shares import TensorRanks
+from weft.stages.shares import SharedRows, TensorRanks
 from weft.stages.sown import sowing_nothing
 from weft.state import State
 
@@ -40,18 +40,17 @@ _TOKENS_AT_ONCE = 256
 """Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
 
 
-def head(config: ModelConfig, params: DecoderParams, hidden: Tensor, ranks: TensorRanks | None = None) -> Tensor:
-    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer. Last stage only."""
+def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
+    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer; or those of a rank's share of the
+    head, [n, columns]. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
-    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head, ranks)
+    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
 
 
-def project(normed: Tensor, lm_head: Tensor, ranks: TensorRanks | None = None) -> Tensor:
-    """The logits [n, vocab_size] of normalised hidden states [n, hidden_size]; `ranks` have a share of the head
-    each."""
-    own = sum_parts(linear(normed, lm_head), normed.dtype)
-    return own if ranks is None else ranks.logits(own)
+def project(normed: Tensor, lm_head: Tensor) -> Tensor:
+    """`head` of hidden states [n, hidden_size] that are normalised."""
+    return sum_parts(linear(normed, lm_head), normed.dtype)
 
 
 def finish(
@@ -74,13 +73,17 @@ def finish(
     Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
     """
     index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
-    logits = head(config, params, hidden[index], ranks)
+    shared = SharedRows(len(index), ranks)
+    logits = shared.exchange(head(config, params, hidden[index]))
+    index, rows = shared.own(index), shared.own(rows)
     if change is not None:
         count = 1 if where is None else where.shape[1]
-        reads = extras_of(resolved, lambda x: x if count == 1 else x.repeat_interleave(count, 0))
+        reads = extras_of(resolved, lambda x: shared.own(x if count == 1 else x.repeat_interleave(count, 0)))
         logits = changed_logits(change, logits, rows, Extras({**reads, **_at(captured, beside, index)}))
-    ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
-    top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None, None)
+    mask = None if batch.token_mask is None else shared.own(batch.token_mask)
+    own = sample_rows(logits, table, rows, resolved.positions[index], mask)
+    top = top_logprobs(logits, *own, num_logprobs) if num_logprobs else ()
+    ids, logprobs, *more = shared.gather_all(*own, *top)
     prompt: tuple[Tensor | None, ...] = (None, None, None, None)
     if batch.targets is not None:
         assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
@@ -88,7 +91,7 @@ def finish(
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured, beside)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed, ranks)
-    sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
+    sampled = (ids, logprobs, shared.gather(logits).float() if keep_logits else None, *(more or [None] * 3))
     if where is not None:
         sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
     return Output(*sampled, *prompt)
@@ -216,7 +219,7 @@ def prompt_logprobs(
 
     Args:
         normed: [num_tokens, hidden_size], the last layer's hidden states, normalised.
-        lm_head: [vocab_size, hidden_size].
+        lm_head: [vocab_size, hidden_size], or a rank's share of its rows.
         targets: [num_tokens] int64.
         changed: `(logits, start)`: a change of the logits of the tokens from `start` on.
         ranks: those that have a share of the head each.
@@ -226,13 +229,14 @@ def prompt_logprobs(
         int64.
     """
     parts: list[tuple[Tensor, ...]] = []
-    for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
-        logits = project(states, lm_head, ranks)
+    for states, whole in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
+        shared = SharedRows(len(states), ranks)
+        logits, wanted = shared.exchange(project(states, lm_head)), shared.own(whole)[:, None]
         if changed is not None:
-            logits = changed(logits, sum(len(own) for own, *_ in parts))
+            logits = changed(logits, sum(len(own) for own, *_ in parts) + shared.first)
         ids = _likeliest(logits, count)
-        found = token_logprobs(logits, torch.cat((wanted[:, None], ids), 1))
-        parts.append((found[:, 0], ids, found[:, 1:], ranks_of(logits.gather(1, wanted[:, None]), logits)))
+        found, ranked = token_logprobs(logits, torch.cat((wanted, ids), 1)), ranks_of(logits.gather(1, wanted), logits)
+        parts.append(shared.gather_all(found[:, 0], ids, found[:, 1:], ranked))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.ops.fp8 import BLOCK
-from weft.ops.transfers.collective import all_gather, all_reduce, axis_index
+from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field, Part, layer_fields
 
@@ -159,6 +159,73 @@ class TensorRanks:
         found = F.embedding(torch.where(holds, own, 0), weight)
         return all_reduce(torch.where(holds[:, None], found, 0), self.axis)
 
-    def logits(self, own: Tensor) -> Tensor:
-        """The logits [n, vocab_size] of the whole vocabulary, from each rank's."""
-        return all_gather(own, self.axis, dim=-1)[:, : self.vocab_size]
+
+@attrs.frozen
+class SharedRows:
+    """Rows of logits, which the ranks that share a head share: each computes its part of the vocabulary for all rows,
+    and an exchange gives it the whole vocabulary for some rows, from which it samples.
+
+    All ranks have as many rows. Where the rows cannot be shared evenly, the last ranks begin with rows that the one
+    before them has too; and a single row is every rank's, so that nothing has to be gathered.
+
+    Args:
+        count: the number of rows.
+        ranks: None: one process has the whole head, and all rows.
+    """
+
+    count: int
+    ranks: TensorRanks | None
+
+    @property
+    def size(self) -> int:
+        """The number of rows of each rank."""
+        return self.count if self.ranks is None else -(-self.count // axis_size(self.ranks.axis))
+
+    @property
+    def first(self) -> int:
+        """The first of this rank's rows."""
+        return 0 if self.ranks is None else self._first(axis_index(self.ranks.axis))
+
+    def _first(self, rank: int) -> int:
+        return min(rank * self.size, self.count - self.size)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of a tensor [count, ...] that all ranks have."""
+        return x if self.ranks is None else x[self.first : self.first + self.size]
+
+    def exchange(self, logits: Tensor) -> Tensor:
+        """The logits [size, vocab_size] of this rank's rows, from what each rank's share of the head gives for all
+        rows, [count, columns]."""
+        if self.ranks is None:
+            return logits
+        starts = [self._first(rank) for rank in range(axis_size(self.ranks.axis))]
+        if self.count != len(starts) * self.size:
+            logits = torch.cat([logits[start : start + self.size] for start in starts])
+        return all_to_all(logits, self.ranks.axis, split_dim=0, concat_dim=1)[:, : self.ranks.vocab_size]
+
+    def gather(self, own: Tensor) -> Tensor:
+        """All rows [count, ...] of a result, from each rank's rows of it [size, ...]."""
+        if self.ranks is None or self.count == 1:
+            return own
+        every, size = all_gather(own, self.ranks.axis), self.size
+        if len(every) == self.count:
+            return every
+        begins = [(rank * size, rank * size - self._first(rank)) for rank in range(axis_size(self.ranks.axis))]
+        return torch.cat([every[start + known : start + size] for start, known in begins])
+
+    def gather_all(self, *own: Tensor) -> tuple[Tensor, ...]:
+        """All rows of several results, by one collective; each is [size] or [size, n], int64 or float32."""
+        if self.ranks is None or self.count == 1:
+            return own
+        # As float32, so that logprobs keep their derivatives. A copy changes no bit of an int64.
+        words = [_viewed((x if x.ndim == 2 else x[:, None]).contiguous(), torch.float32) for x in own]
+        parts = self.gather(torch.cat(words, 1)).split([x.shape[1] for x in words], 1)
+        dense = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+        flat = [_viewed(part, x.dtype) for part, x in zip(dense, own, strict=True)]
+        return tuple(part.view(self.count, *x.shape[1:]) for part, x in zip(flat, own, strict=True))
+
+
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of a tensor as another dtype; in its own it is the tensor itself, whose derivatives a view would not
+    have."""
+    return x if x.dtype == dtype else x.view(dtype)

@@ -13,11 +13,11 @@ from torch import Tensor
 from weft.meshes.collectives import AllGather, AllReduce, Collective, combine
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, Replicate, part_of
-from weft.ops.transfers.collective import all_reduce, axis_index
+from weft.ops.transfers.collective import all_gather, all_reduce, axis_index, axis_size
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.stages.layer_fields import Field
-from weft.stages.shares import TensorRanks, _share_field, share_rows
+from weft.stages.shares import SharedRows, TensorRanks, _share_field, share_rows
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.pipelines.machine import Machine, Step
 from weft.transforms.shards.shard import Parts
@@ -120,6 +120,20 @@ def _one_token_later(self: TensorRanks, input_ids: Tensor, weight: Tensor) -> Te
     return all_reduce(torch.where(holds[:, None], found, 0), self.axis)
 
 
+def _rows_of_the_next(self: SharedRows, x: Tensor) -> Tensor:
+    """A rank samples from its rows with the seeds, temperatures and positions of another rank's."""
+    if self.ranks is None:
+        return x
+    count = axis_size(self.ranks.axis)
+    first = self._first((axis_index(self.ranks.axis) + 1) % count)
+    return x[first : first + self.size]
+
+
+def _first_rows(self: SharedRows, own: Tensor) -> Tensor:
+    """A row that two ranks have is there twice, and the last one is not."""
+    return own if self.ranks is None or self.count == 1 else all_gather(own, self.ranks.axis)[: self.count]
+
+
 _FUNCTION, _COMMUTE = find("L22", "shards are the function"), find("L22", "commute")
 _MODEL = find("L22", "the model")
 
@@ -159,5 +173,7 @@ SHARDS = (
     Mutant("every rank adds the bias", _MODEL, replace(_SHARES, "_share_field", _bias_on_every_rank)),
     Mutant("a share of the vocabulary is off by one", _MODEL, replace(_READING, "share_rows", _one_row_later)),
     Mutant("a token is looked up one row away", _MODEL, _method(TensorRanks, "embed", _one_token_later)),
+    Mutant("a rank samples as for another's rows", _MODEL, _method(SharedRows, "own", _rows_of_the_next)),
+    Mutant("a row that two ranks have is there twice", _MODEL, _method(SharedRows, "gather", _first_rows)),
 )
-"""The bugs of `shard` and its collectives, and of shares of heads, columns, biases and vocabulary."""
+"""The bugs of `shard` and its collectives, and of shares of heads, columns, biases, vocabulary and rows."""

@@ -4,8 +4,9 @@ import functools
 from typing import Any
 
 import attrs
+import torch
 
-from weft.meshes.collectives import AllGather, AllReduce
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective
 from weft.schema import Schema, TensorSchema
 from weft.stages.config import ModelConfig
 from weft.stages.layout import BYTES_PER_LOGIT, balance, layer_weights, split_layers
@@ -56,13 +57,18 @@ class DecodeLoad:
         """The seconds of the sum of what the ranks' shares of a block add to `size` tokens' hidden states."""
         return self._longest(AllReduce, size, self.config.hidden_size)
 
-    def all_gather(self, size: int) -> float:
-        """The seconds in which the ranks of the last stage tell each other the logits of `size` tokens."""
-        return self._longest(AllGather, size, self.own_logits)
+    def sampling(self, size: int) -> float:
+        """The seconds in which the ranks of the last stage exchange the logits of `size` requests, so that each has
+        those of its rows, sample, and gather the tokens."""
+        rows = -(-size // self.num_shards)
+        sampled = rows * self.config.vocab_size * BYTES_PER_LOGIT / self.machine.bandwidth
+        exchange = self._longest(AllToAll, rows * self.num_shards, self.own_logits)
+        tokens = self._longest(AllGather, rows, _OUTPUT_BYTES, dtype=torch.uint8) if size > 1 else 0.0
+        return sampled + exchange + tokens
 
-    def _longest(self, kind: type[AllReduce | AllGather], *dims: int) -> float:
+    def _longest(self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None) -> float:
         """The seconds of a collective of the stage whose ranks are the farthest apart."""
-        machine, schema = self.machine, Schema((TensorSchema("x", dims, self.config.dtype),))
+        machine, schema = self.machine, Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
         costs = Costs(latency=machine.latency_of, bytes_per_second=machine.link_of, collective=machine.collective)
         stages = {machine.is_near(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))}
         if self.num_shards == 1:
@@ -101,8 +107,7 @@ class DecodeLoad:
         besides = self.kernels + 2 * shared
         layers = [(weights.read(size) + kv) / per_second + besides for weights in layer_weights(self.own)]
         first = size * own["embedding"] / per_second + shared
-        sampling = size * self.config.vocab_size * BYTES_PER_LOGIT
-        last = (own["head"] + sampling) / per_second + self.all_gather(size)
+        last = own["head"] / per_second + self.sampling(size)
 
         def seconds(start: int, stop: int) -> float:
             return sum(layers[start:stop]) + first * (start == 0) + last * (stop == len(layers))

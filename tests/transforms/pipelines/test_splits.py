@@ -22,8 +22,10 @@ def config() -> ModelConfig:
     return load_config(DEMO)
 
 
-def test_a_share_reads_its_part_and_pays_for_collectives(config: ModelConfig) -> None:
-    size, context, shards = 4, 10, 2
+@pytest.mark.parametrize(("size", "rows"), [(4, 2), (5, 3), (1, 1)])
+def test_a_share_reads_its_part_and_pays_for_collectives(config: ModelConfig, size: int, rows: int) -> None:
+    """Each rank gets the logits of its rows, and then all tokens and logprobs; a single row's it has already."""
+    context, shards = 10, 2
     found = predict_decode(config, 1, shards=shards, requests=size, context=context, cohorts=1, machine=SLOW)
     own, item = share_config(config, shards), config.dtype.itemsize
     row = config.hidden_size * item
@@ -31,9 +33,10 @@ def test_a_share_reads_its_part_and_pays_for_collectives(config: ModelConfig) ->
     kv = size * context * 2 * own.num_kv_heads * own.head_dim * item * config.num_layers
     head = row + -(-config.vocab_size // shards) * row
     sums = (2 * config.num_layers + 1) * (1e-5 + size * row / 1e9)  # two in each layer, and the embedding's
-    logits = 1e-5 + size * -(-config.vocab_size // shards) * item / 1e9
-    sampling = size * config.vocab_size * BYTES_PER_LOGIT
-    by_hand = (read + kv + head + size * row + sampling) / 1e9 + sums + logits
+    logits = 1e-5 + rows * -(-config.vocab_size // shards) * item / 1e9
+    tokens = 1e-5 + rows * 12 / 1e9 if size > 1 else 0
+    sampling = rows * config.vocab_size * BYTES_PER_LOGIT
+    by_hand = (read + kv + head + size * row + sampling) / 1e9 + sums + logits + tokens
     assert found.splits["balanced"][0]["seconds"] == pytest.approx(by_hand)
     assert found.num_gpus == 2
     assert "each shared by 2 ranks" in str(found)
