@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import attrs
 import torch
 
 from weft.arguments.checks import Rule, check_values, is_int
-from weft.errors import DeviceError, ProgramError
+from weft.errors import ConfigError, DeviceError, ProgramError
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.register import FLOATS
 from weft.stages.config import ModelConfig
@@ -14,6 +15,8 @@ KV_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
 """The dtypes of a KV cache besides the model's own."""
 DTYPES = {f"{dtype}".removeprefix("torch."): dtype for dtype in FLOATS}
 """The dtypes that a decoder runs in."""
+EXPERTS = "columns", "whole"
+"""The ways in which ranks share the experts of a layer."""
 
 _RULES: dict[str, Rule] = {
     "dtype": (lambda dtype: dtype is None or _is_dtype(dtype), f"one of {', '.join(DTYPES)}"),
@@ -26,6 +29,7 @@ _RULES: dict[str, Rule] = {
         f"an AttentionBackend, or one of auto, {', '.join(BACKENDS)}",
     ),
     "batch_invariant": (lambda flag: isinstance(flag, bool), "True or False"),
+    "experts": (lambda how: how in (None, *EXPERTS), f"one of {', '.join(EXPERTS)}, or None: as they can be cut"),
     "shard": (lambda shard: shard is None or _is_stage(shard), "(index, num_ranks), the ranks numbered from 0"),
     "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
 }
@@ -103,6 +107,23 @@ def pick_shard(shard: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
     """
     check_values(call, _RULES, {"shard": shard}, ProgramError)
     return (0, 1) if shard is None else shard
+
+
+def pick_experts(experts: str | None, config: ModelConfig, num_ranks: int, *, call: str) -> ModelConfig:
+    """The configuration of a model whose experts ranks share in this way; None: as the configuration says.
+
+    Raises:
+        ConfigError: a model without experts, or one rank, which shares nothing.
+        RequestError: a way that there is none of.
+    """
+    check_values(call, _RULES, {"experts": experts})
+    if experts is None:
+        return config
+    if config.moe is None or num_ranks == 1:
+        seen = "one rank" if config.moe is not None else f"a {config.architecture}, which has no experts"
+        instead = "leave it out, or several ranks that share each layer" if config.moe is not None else "leave it out"
+        raise ConfigError(call, f"experts={experts!r}, and {seen}", instead)
+    return attrs.evolve(config, moe=attrs.evolve(config.moe, sharing=experts))
 
 
 def check_backend(

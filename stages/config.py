@@ -67,6 +67,9 @@ class MoeConfig:
         renormalize: whether the weights of the chosen experts are divided by their sum.
         sparse_step: layer i has experts if `(i + 1) % sparse_step == 0` and it is not in `dense_layers`.
         dense_layers: layers that have one feed-forward block of `intermediate_size` all the same.
+        sharing: what ranks that share a layer have of its experts: `columns`, a part of the inner columns of each;
+            `whole`, as many whole experts each; None: columns where these can be cut, else whole experts.
+        held: the whole experts in one rank's share of a sparse layer; None: all of them.
 
     Raises:
         ConfigError: more experts for each token than there are.
@@ -78,6 +81,8 @@ class MoeConfig:
     renormalize: bool
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
+    sharing: str | None = None
+    held: int | None = None
 
     def __attrs_post_init__(self) -> None:
         seen = f"num_experts_per_tok={self.top_k} and num_experts={self.num_experts}"

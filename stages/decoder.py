@@ -25,6 +25,7 @@ from weft.ops.linear import fp8_linear, linear
 from weft.ops.lora import add_lora
 from weft.ops.norm import add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.rotary import rotate_and_keep
+from weft.ops.transfers.collective import axis_index
 from weft.outputs import IntermediateTensors, Output
 from weft.settings import batch_invariant as invariant
 from weft.stages.attention import context
@@ -48,7 +49,7 @@ from weft.stages.layer_fields import row_starts
 from weft.stages.layers import Blocks, run_layers
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
-from weft.stages.shares import TensorRanks
+from weft.stages.shares import AXIS, TensorRanks
 from weft.stages.sown import SownNames, carried_on, sowing
 from weft.state import State
 
@@ -243,9 +244,11 @@ def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, 
         quantized = silu_mul_quantized(gate_up, dtype)
         return fp8_linear(quantized, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype)
     weights, experts = route(linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype)
+    first = 0 if config.moe.held is None else axis_index(AXIS) * config.moe.held
     return run_experts(
         x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,
         gate_up_scale=layer.gate_up_scale, down_scale=layer.down_scale, dtype=dtype,
+        first=first, num_experts=config.moe.num_experts,
     )  # fmt: skip
 
 

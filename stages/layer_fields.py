@@ -20,7 +20,7 @@ class Part:
         name: transformers' name.
         shape: its shape in the field.
         start: its first row in the field.
-        expert: its expert; None: the layer has none.
+        expert: its expert, counted in the field; None: the layer has none.
         stored: its shape in the checkpoint, where the field has only a share of it; None: `shape`.
         offset: where that share begins in each dimension.
     """
@@ -96,7 +96,7 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
         return fields | _feed_forward(config, layer, ["mlp"], config.intermediate_size, config.mlp_bias)[0]
     shape = config.moe.num_experts, hidden
     fields["router"] = Field(shape, (Part(f"{layer}.mlp.gate.weight", shape),))
-    experts = [f"mlp.experts.{expert}" for expert in range(config.moe.num_experts)]
+    experts = [f"mlp.experts.{expert}" for expert in range(config.moe.held or config.moe.num_experts)]
     return fields | _stacked(_feed_forward(config, layer, experts, config.moe.inner, False))
 
 

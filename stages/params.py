@@ -47,7 +47,7 @@ class LayerParams(Summarized):
     input are one matrix, one below the other. The layer norms are `[hidden]`; `q_norm` and `k_norm` `[head_dim]`.
 
     Where there is a `router` `[experts, hidden]`, `gate_up_proj` is `[experts, 2 * inner, hidden]` and `down_proj`
-    `[experts, hidden, inner]`.
+    `[experts, hidden, inner]`; in the share of a rank that holds whole experts, these two are of its own alone.
 
     A projection with a scale is float8_e4m3fn: `weight[…, n, k]` is multiplied by `scale[…, n // 128, k // 128]`, which
     is float32. Each of the matrices in it begins at a multiple of 128 rows, and zeros fill the gaps.

@@ -4,6 +4,14 @@ Attention is shared by heads, and a feed-forward block by its inner columns: the
 the second by columns, and its results are summed over the ranks (Shoeybi et al., 2019, Megatron-LM, arXiv 1909.08053).
 Where there are fewer key and value heads than ranks, several hold the same one. The embedding and the head are cut by
 the vocabulary, to whose end zeros are added where it is not a multiple of the number of ranks.
+
+Experts are shared by their inner columns, too, or whole (expert parallelism): each of R ranks then holds 1 / R of them,
+and computes for all T tokens, which every rank has since the last sum, what its own experts add; the sum that ends the
+block adds up the ranks. An all-to-all of fixed capacity that cannot overflow would carry T / R rows from each rank to
+each other one, and as many back: the bytes of an all-gather and a reduce-scatter of the tokens, which make up the
+all-reduce that is there in any case, since attention that is shared by heads needs every token on every rank. Without
+padding there would be little to gain: if all of 128 experts are equally likely, a given one of 2, 4 or 8 ranks holds at
+least one of a token's 8 with a probability of 99.7, 90.7 or 66.7 %.
 """
 
 from collections.abc import Sequence
@@ -16,7 +24,7 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.ops.fp8 import BLOCK
 from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size
-from weft.stages.config import ModelConfig
+from weft.stages.config import ModelConfig, MoeConfig
 from weft.stages.layer_fields import Field, Part, layer_fields
 
 Share = tuple[int, int]
@@ -24,13 +32,14 @@ Share = tuple[int, int]
 WHOLE: Share = (0, 1)
 AXIS = "tensor"
 """The axis of a mesh along which ranks share the layers of a model."""
+_DIVIDES = "a number of ranks by which it is a multiple of"
 
 
 def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The configuration of one rank's share: with its part of the heads and of the inner columns.
+    """The configuration of one rank's share: with its part of the heads and of the inner columns, or of the experts.
 
     Raises:
-        ConfigError: heads or columns that the ranks cannot share evenly.
+        ConfigError: heads, columns or experts that the ranks cannot share evenly.
     """
     call = f"a model over {num_ranks} ranks"
     heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
@@ -41,20 +50,35 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     modules = [f"model.layers.{index}.self_attn.{part}_proj" for index in range(config.num_layers) for part in "qkvo"]
     if config.fp8 is not None and any(map(config.fp8.converts, modules)):
         _refuse_split_blocks(config, num_ranks, call)
-    unit = num_ranks * (BLOCK if config.fp8 is not None else 1)
-    blocks = {"intermediate_size": inner} if config.moe is None else {"moe_intermediate_size": config.moe.inner}
-    if config.moe is not None and any(not config.moe.is_sparse(i) for i in range(config.num_layers)):
-        blocks["intermediate_size"] = inner
-    if uneven := next((name for name, size in blocks.items() if size % unit), None):
-        instead = f"a number of ranks by which it is a multiple of {unit // num_ranks}"
-        raise ConfigError(call, f"{uneven}={blocks[uneven]}", instead)
+    block = BLOCK if config.fp8 is not None else 1
+    moe = None if config.moe is None else _share_experts(config.moe, num_ranks, block, call)
+    is_dense = config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers)))
+    if is_dense and inner % (num_ranks * block):
+        raise ConfigError(call, f"intermediate_size={inner}", f"{_DIVIDES} {block}")
     return attrs.evolve(
         config,
         num_heads=heads // num_ranks,
         num_kv_heads=max(kv_heads // num_ranks, 1),
         intermediate_size=max(inner // num_ranks, 1),
-        moe=None if config.moe is None else attrs.evolve(config.moe, inner=config.moe.inner // num_ranks),
+        moe=moe,
     )
+
+
+def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> MoeConfig:
+    """The experts of one rank's share: a part of the columns of each, or some of them whole."""
+    can_cut, can_deal = moe.inner % (num_ranks * block) == 0, moe.num_experts % num_ranks == 0
+    if can_cut and moe.sharing != "whole":
+        return attrs.evolve(moe, inner=moe.inner // num_ranks)
+    if can_deal and moe.sharing != "columns":
+        return attrs.evolve(moe, held=moe.num_experts // num_ranks)
+    columns, whole = f"moe_intermediate_size={moe.inner}", f"num_experts={moe.num_experts}"
+    if moe.sharing is None:
+        instead = f"{_DIVIDES} {block}, or a number that divides the experts"
+        raise ConfigError(call, f"{columns} and {whole}", instead)
+    seen, other, instead, works = columns, "whole", f"{_DIVIDES} {block}", can_deal
+    if moe.sharing == "whole":
+        seen, other, instead, works = whole, "columns", "a number of ranks that divides it", can_cut
+    raise ConfigError(call, f"{seen}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works)
 
 
 def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None:
@@ -94,11 +118,13 @@ def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -
     """A rank's share of a field; of keys and values, the share `kv_rank`."""
     if name in ("o_bias", "down_bias") and rank:
         return attrs.evolve(own, parts=())  # added after the sum over the ranks: one of them adds it
-    parts = list[Part]()
-    for place, (part, mine) in enumerate(zip(whole.parts, own.parts, strict=True)):
+    parts, count = list[Part](), len(own.parts)
+    first = rank * count if count < len(whole.parts) else 0  # fewer: those of whole experts
+    for place, (part, mine) in enumerate(zip(whole.parts[first : first + count], own.parts, strict=True)):
         at = kv_rank if name.startswith("qkv") and place > 0 else rank
         offset = tuple(at * size if size < all_ else 0 for size, all_ in zip(mine.shape, part.shape, strict=True))
-        parts.append(mine if mine.shape == part.shape else attrs.evolve(mine, stored=part.shape, offset=offset))
+        cut = {} if mine.shape == part.shape else {"stored": part.shape, "offset": offset}
+        parts.append(attrs.evolve(mine, name=part.name, **cut))
     return attrs.evolve(own, parts=tuple(parts))
 
 
@@ -119,9 +145,9 @@ def cut_field(tensor: Tensor, whole: Field, own: Field) -> Tensor:
     if own == whole:
         return tensor
     made = torch.zeros(own.shape, dtype=tensor.dtype, device=tensor.device)
-    parts = {(part.name, part.expert): part for part in whole.parts}
+    parts = {part.name: part for part in whole.parts}
     for part in own.parts:
-        source = parts[part.name, part.expert].place(tensor)
+        source = parts[part.name].place(tensor)
         part.place(made).copy_(source[part.slices])
     return made
 

@@ -16,6 +16,7 @@ from weft.stages.choices import (
     pick_attention,
     pick_device,
     pick_dtype,
+    pick_experts,
     pick_kv_dtype,
     pick_shard,
     pick_stage,
@@ -40,6 +41,7 @@ def load(
     *,
     stage: tuple[int, int] | None = None,
     shard: tuple[int, int] | None = None,
+    experts: str | None = None,
     strict: bool = False,
     progress: bool = False,
     attention: str | AttentionBackend = "auto",
@@ -59,6 +61,10 @@ def load(
         stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all layers.
         shard: `(index, num_ranks)`: read that share of each layer alone, for a rank of `Engine(..., tensor=num_ranks)`;
             None: whole layers.
+        experts: what a share has of the experts of a layer: `columns`, a part of the inner columns of each, so that all
+            ranks have as much to do; or `whole`, as many whole experts each (expert parallelism), where a step takes as
+            long as the rank whose experts are chosen most. None: `columns` where these can be cut (in FP8 in blocks of
+            128), else `whole`.
         strict: whether fields of the configuration that weft does not know, or a tokenizer of a .gguf, are an error,
             instead of one `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
@@ -68,14 +74,14 @@ def load(
         kv_dtype: `float8_e4m3fn`: keys and values are kept in half the memory, rounded, with ±448 at the most; None: in
             the model's dtype.
         batch_invariant: whether a request's tokens and logprobs are bits that depend on the request, the parameters and
-            the seed alone, on one type of device, one build and one number of shares: not on the other requests, the
+            the seed alone, on one type of device, one build and one way to share layers: not on the other requests, the
             chunks of a prompt, padding, the graph mode, the pipeline or speculation (`weft.batch_invariant`). On H100s
             it had 87 to 103 % of the speed, and 78 % for the prompts of a small model.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
             the configuration says.
-        ConfigError: the configuration has a field that weft does not support.
+        ConfigError: the configuration has a field that weft does not support, or the ranks cannot share the layers.
         DeviceError: this machine has no such device.
         ProgramError: the model has no stage of this index, or the attention no cache of this dtype.
         RequestError: not a path, or a dtype that no decoder runs in.
@@ -89,7 +95,7 @@ def load(
     (index, num_stages), share = pick_stage(stage, call=call), pick_shard(shard, call=call)
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     checkpoint = open_checkpoint(path, call)
-    config = checkpoint.read_config(call, strict=strict)
+    config = pick_experts(experts, checkpoint.read_config(call, strict=strict), share[1], call=call)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = split_model(config, num_stages)[index]
     kept = pick_kv_dtype(kv_dtype, call=call)

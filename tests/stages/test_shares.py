@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from configs import LLAMA, QWEN2, QWEN3, QWEN3_MOE, SMALL, parse
@@ -12,8 +13,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import weft
-from weft.errors import ConfigError, ProgramError
+from weft.errors import ConfigError, ProgramError, RequestError
 from weft.stages.checkpoints.reading import stage_fields
+from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field, Part
 from weft.stages.layout import split_layers
@@ -54,7 +56,11 @@ def assert_cuts(whole: Model, shares: list[Model]) -> None:
     for index, layer in enumerate(whole.params.layers):
         own_layers = [share.params.layers[index] for share in shares]
         assert_heads(config, layer, own_layers)
-        if config.moe is None:
+        if config.moe is not None and config.moe.sharing == "whole":
+            for name in ("gate_up_proj", "down_proj"):
+                assert torch.equal(torch.cat([getattr(own, name) for own in own_layers]), getattr(layer, name))
+                assert len({len(getattr(own, name)) for own in own_layers}) == 1
+        elif config.moe is None:
             inner, size = config.intermediate_size, config.intermediate_size // count
             for rank, own in enumerate(own_layers):
                 gate, up = layer.gate_up_proj.float().split(inner)
@@ -91,7 +97,7 @@ def test_three_shares_of_a_gguf_are_cuts_of_it() -> None:
     assert_cuts(weft.load("smollm2", "cpu"), [weft.load("smollm2", "cpu", shard=(rank, 3)) for rank in range(3)])
 
 
-@pytest.mark.parametrize("kind", ["biases", "experts"])
+@pytest.mark.parametrize("kind", ["biases", "columns", "whole"])
 def test_shares_of_a_saved_model_are_cuts_of_it(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {**SMALL, "bos_token_id": None, "eos_token_id": None}
@@ -105,8 +111,9 @@ def test_shares_of_a_saved_model_are_cuts_of_it(kind: str, tmp_path: Path) -> No
             torch.nn.init.normal_(own)
     made.save_pretrained(tmp_path)
     whole = weft.load(str(tmp_path), "cpu", "float32")
-    shares = [weft.load(str(tmp_path), "cpu", "float32", shard=(rank, 2)) for rank in range(2)]
-    assert_cuts(whole, shares)
+    how: Any = {} if kind == "biases" else {"experts": kind}
+    shares = [weft.load(str(tmp_path), "cpu", "float32", shard=(rank, 2), **how) for rank in range(2)]
+    assert_cuts(attrs.evolve(whole, config=shares[0].config), shares)
     for layer, *own in zip(whole.params.layers, *(share.params.layers for share in shares), strict=True):
         if kind == "biases":  # what is added after the sum is added by one rank
             assert torch.equal(own[0].o_bias, layer.o_bias)
@@ -124,7 +131,14 @@ RAW = {
     "experts": {**QWEN3_MOE, **EXPERTS},
     "experts in some layers": {**QWEN3_MOE, **EXPERTS, "mlp_only_layers": [1]},
     "FP8": {**QWEN3, **FP8},
+    "whole experts": {**QWEN3_MOE, **EXPERTS},
+    "experts in FP8": {**QWEN3_MOE, **EXPERTS, **FP8, "num_attention_heads": 8, "moe_intermediate_size": 130},
 }
+
+
+def config_of(kind: str) -> ModelConfig:
+    config = parse({**SMALL, **RAW[kind]})
+    return pick_experts("whole", config, 2, call="") if kind == "whole experts" else config
 
 
 CUTS = [(kind, count) for kind in RAW for count in (1, 2, 4) if (kind, count) != ("FP8", 4)]  # whose heads are refused
@@ -132,7 +146,7 @@ CUTS = [(kind, count) for kind in RAW for count in (1, 2, 4) if (kind, count) !=
 
 @pytest.mark.parametrize(("kind", "count"), CUTS)
 def test_shares_of_random_weights_are_cuts_of_them(kind: str, count: int) -> None:
-    config = parse({**SMALL, **RAW[kind]})
+    config = config_of(kind)
     (layout,) = split_layers(config.num_layers, 1)
     kind_of: dict[str, Any] = {"seed": 0, "device": "cpu", "dtype": torch.float32, "std": 0.3}
     whole = leaves(random_params(config, layout, **kind_of))
@@ -146,6 +160,32 @@ def test_shares_of_random_weights_are_cuts_of_them(kind: str, count: int) -> Non
             if path in fields:
                 assert tuple(tensor.shape) == own_fields[path].shape, name
                 assert torch.equal(tensor, cut_field(whole[name], fields[path], own_fields[path])), name
+
+
+def test_experts_are_cut_by_columns_where_they_can_be() -> None:
+    """In FP8 these are cut in blocks of 128. Routers, which choose among all experts, are on every rank."""
+    for fields, count, held in (
+        ({}, 2, None),
+        ({"moe_intermediate_size": 10}, 4, 1),
+        ({**FP8, "moe_intermediate_size": 256}, 2, None),
+        ({**FP8, "moe_intermediate_size": 384}, 2, 2),
+        ({**FP8, "moe_intermediate_size": 384, "num_experts": 12}, 2, 6),
+    ):
+        config = parse({**SMALL, **RAW["experts"], **fields})
+        assert config.moe is not None
+        own = share_config(config, count).moe
+        assert own is not None
+        assert (own.held, own.num_experts) == (held, config.moe.num_experts)
+        assert own.inner == config.moe.inner // (count if held is None else 1)
+        fields_of_rank = share_fields(config, 0, (1, count))
+        assert fields_of_rank["router"] == share_fields(config, 0)["router"]
+        if held is not None:
+            (first, *_), names = (
+                fields_of_rank["down_proj"].parts,
+                {part.name for part in fields_of_rank["down_proj"].parts},
+            )
+            assert (first.expert, first.stored) == (0, None)
+            assert names == {f"model.layers.0.mlp.experts.{held + index}.down_proj.weight" for index in range(held)}
 
 
 def test_one_rank_has_the_whole() -> None:
@@ -200,9 +240,15 @@ HEADS = "a number of ranks that divides the heads, and that divides the key and 
             "a number of ranks that leaves each a multiple of 128 rows of them",
         ),
         (
-            {**RAW["experts"], "moe_intermediate_size": 7},
+            {**RAW["experts"], "moe_intermediate_size": 7, "num_experts": 5},
             2,
-            "moe_intermediate_size=7",
+            "moe_intermediate_size=7 and num_experts=5",
+            "a number of ranks by which it is a multiple of 1, or a number that divides the experts",
+        ),
+        (
+            {**RAW["experts in some layers"], "intermediate_size": 23},
+            2,
+            "intermediate_size=23",
             "a number of ranks by which it is a multiple of 1",
         ),
     ],
@@ -211,6 +257,55 @@ def test_what_ranks_cannot_share_is_refused(fields: dict[str, Any], count: int, 
     config = parse({**SMALL, **LLAMA, **fields})
     with refused(ConfigError, f"a model over {count} ranks", seen, instead):
         share_config(config, count)
+
+
+COLUMNS = {**RAW["experts"], **FP8, "moe_intermediate_size": 768, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "how", "count", "seen", "instead"),
+    [
+        (
+            COLUMNS,
+            "columns",
+            4,
+            "moe_intermediate_size=768, shared as 'columns'",
+            "a number of ranks by which it is a multiple of 128, or experts='whole'",
+        ),
+        (
+            {**RAW["experts"], "num_experts": 5},
+            "whole",
+            2,
+            "num_experts=5, shared as 'whole'",
+            "a number of ranks that divides it, or experts='columns'",
+        ),
+        (
+            {**RAW["experts"], "num_experts": 6, "moe_intermediate_size": 7},
+            "whole",
+            4,
+            "num_experts=6, shared as 'whole'",
+            "a number of ranks that divides it",
+        ),
+    ],
+)
+def test_a_way_to_share_experts_that_the_ranks_cannot_go_is_refused(
+    fields: dict[str, Any], how: str, count: int, seen: str, instead: str
+) -> None:
+    config = pick_experts(how, parse({**SMALL, **fields}), count, call="")
+    with refused(ConfigError, f"a model over {count} ranks", seen, instead):
+        share_config(config, count)
+
+
+def test_experts_that_nobody_shares_are_refused(tmp_path: Path) -> None:
+    call = "weft.load('demo', device='cpu', dtype=None)"
+    with refused(ConfigError, call, "experts='whole', and a Qwen3ForCausalLM, which has no experts", "leave it out"):
+        weft.load("demo", "cpu", shard=(0, 2), experts="whole")
+    with refused(
+        ConfigError, "f()", "experts='columns', and one rank", "leave it out, or several ranks that share each layer"
+    ):
+        pick_experts("columns", config_of("experts"), 1, call="f()")
+    with pytest.raises(RequestError, match=r"experts='half'\n  instead: one of columns, whole, or None"):
+        weft.load("demo", "cpu", shard=(0, 2), experts="half")
 
 
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), 1, (0, 0)])

@@ -22,6 +22,7 @@ from weft.transforms.cli.flags import (
     DIR,
     DIRS,
     DTYPES,
+    EXPERTS,
     FILE,
     IDS,
     KV_DTYPES,
@@ -70,6 +71,7 @@ NEEDS = {
     "input_len": "output_len",
     "output_len": "input_len",
     "certificates": "batch_invariant",
+    "experts": "tp",
 }
 """Options that count for nothing without another one."""
 
@@ -152,7 +154,9 @@ class Options:
                 self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
             if needed not in self.given:
                 kinds = ((flag_of(one), fields[one].metadata["kind"]) for one in (name, needed))
-                pair = (f"{own} {kind.get('metavar', '')}".strip() for own, kind in kinds)
+                pair = (
+                    f"{own} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip() for own, kind in kinds
+                )
                 self.refuse(written, f"no {flag_of(needed)}", " ".join(pair))
 
 
@@ -163,6 +167,7 @@ def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
 
 
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
+_EXPERTS = "what each rank of --tp has of a layer's experts (default: columns where these can be cut, else whole ones)"
 _SHARES = "ranks that share each layer, one process each (default 1); in all --pp times --tp"
 _FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
@@ -176,6 +181,7 @@ class ModelOptions(Options):
     preset: str | None = _model("the dimensions of a known model", PRESETS)
     pp: int | tuple[int, ...] | None = _how(_STAGES, whole("N"))
     tp: int = _how(_SHARES, whole("N"), 1)
+    experts: str | None = _how(_EXPERTS, EXPERTS)
     json: bool = _general("print one JSON object", SWITCH, False)
     draft: str | None = None
 

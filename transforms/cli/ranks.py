@@ -16,7 +16,7 @@ from weft.display.quantities import counted
 from weft.errors import ConfigError, ConfigWarning, ProgramError, WeftError
 from weft.stages.checkpoints.formats import load_config, open_checkpoint
 from weft.stages.checkpoints.loading import load
-from weft.stages.choices import pick_attention, pick_device
+from weft.stages.choices import pick_attention, pick_device, pick_experts
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
@@ -182,7 +182,9 @@ def read_config(options: ModelOptions) -> ModelConfig:
     written = f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
     with options.about(written, ProgramError):
         split_layers(config.num_layers, count)
-    with options.about(f"--tp {options.tp}", ConfigError):
+    written = f"--tp {options.tp}" + f" --experts {options.experts}" * (options.experts is not None)
+    with options.about(written, ConfigError):
+        config = pick_experts(options.experts, config, options.tp, call="")
         share_config(config, options.tp)
     return config
 
@@ -200,8 +202,8 @@ def open_model(options: RunOptions, here: Here) -> Model:
             template = checkpoint.read_chat_template(call)
             model = attrs.evolve(model, tokenizer=checkpoint.read_tokenizer(call, False), chat_template=template)
         return _with_stages(options, model)
-    kind = {"stage": here.stage, "shard": here.shard, "progress": here.progress, "kv_dtype": options.kv_dtype}
-    model = load(str(options.model), here.device, options.dtype, **kind)
+    kind = {"stage": here.stage, "shard": here.shard, "experts": options.experts, "kv_dtype": options.kv_dtype}
+    model = load(str(options.model), here.device, options.dtype, progress=here.progress, **kind)
     return _with_stages(options, model)
 
 

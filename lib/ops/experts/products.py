@@ -21,11 +21,16 @@ def run_experts(
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
     dtype: torch.dtype,
+    first: int = 0,
+    num_experts: int | None = None,
 ) -> Tensor:
     """`weight * down(silu(gate(x)) * up(x))` of each token and each of its experts, still to be added up.
 
     Products are in float32. The values between them are rounded to `dtype`, and in FP8 then quantised, 128 columns of a
     token at a time.
+
+    The weights may be those of some of the experts, where other ranks hold the others: what a token's expert elsewhere
+    adds is 0 here, and costs no product.
 
     Args:
         x: `[T, H]` of `dtype`, or quantised where the weights are.
@@ -34,17 +39,20 @@ def run_experts(
         weights, experts: `[T, top_k]`, from `route`.
         gate_up_scale, down_scale: `[E, ceil(2 * I / 128), ceil(H / 128)]` and `[E, ceil(H / 128), ceil(I / 128)]`
             float32, of weights in FP8; then I is a multiple of 128.
+        first: the expert, of all, that `gate_up[0]` and `down[0]` are of.
+        num_experts: all of them, from which `route` chose; None: E.
 
     Returns:
         Parts (`weft.ops.parts`) `[top_k, T, H]` of `dtype`.
 
     Raises:
-        DescriptorError: shapes contradict each other, or only one of x and the two weights is in FP8.
+        DescriptorError: shapes contradict each other, only one of x and the two weights is in FP8, or there are fewer
+            experts in all.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
-    (num_experts, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
+    (held, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
     kinds = {scales is None, gate_up_scale is None, down_scale is None}
-    agree = (tuple(down.shape), doubled, values.shape[1]) == ((num_experts, hidden, inner), 2 * inner, hidden)
+    agree = (tuple(down.shape), doubled, values.shape[1]) == ((held, hidden, inner), 2 * inner, hidden)
     if not agree or len(kinds) > 1 or (scales is not None and inner % BLOCK):
         given = (("x", values, scales), ("gate_up", gate_up, gate_up_scale), ("down", down, down_scale))
         seen = ", ".join(
@@ -52,7 +60,11 @@ def run_experts(
         )
         instead = f"pass [T, H], [E, 2 * I, H] and [E, H, I]; and scales of all three, with I in {BLOCK}s, or none"
         raise DescriptorError("run_experts(x, gate_up, down, …)", seen, instead)
-    return _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
+    every = held if num_experts is None else num_experts
+    if not 0 <= first <= every - held:
+        seen = f"the weights of {held} experts from number {first} on, of {every}"
+        raise DescriptorError("run_experts(x, gate_up, down, …)", seen, f"first from 0 to {every - held}")
+    return _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, every)
 
 
 def functional_run_experts(
@@ -65,18 +77,21 @@ def functional_run_experts(
     weights: Tensor,
     experts: Tensor,
     dtype: torch.dtype,
+    first: int,
+    num_experts: int,
 ) -> Tensor:
     """`_run_experts` without a read on the host: every expert multiplies all tokens, and only those that chose it keep
     the result."""
     if scales is not None:
         in_fp8 = without_derivative("run_experts", ROUNDED, _run_experts.reference)
-        made: Tensor = in_fp8(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
+        given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, num_experts
+        made: Tensor = in_fp8(*given)
         return made
     x, out = widened(values), torch.zeros_like(values, dtype=dtype).expand(experts.shape[1], -1, -1)
     for expert in range(gate_up.shape[0]):
         gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)
         product = widened(functional_gated(gate, up, dtype)) @ widened(down[expert]).T
-        chosen = (experts == expert).T[:, :, None]
+        chosen = (experts == first + expert).T[:, :, None]
         out = torch.where(chosen, (product * weights.T[:, :, None]).to(dtype), out)
     return out
 
@@ -96,15 +111,19 @@ def _run_experts(
     weights: Tensor,
     experts: Tensor,
     dtype: torch.dtype,
+    first: int,
+    num_experts: int,
     batch_invariant: bool = False,
 ) -> Tensor:
     """The operator of `run_experts`."""
     x = values.float() if scales is None else dequantize(Quantized(values, scales))
     out = x.new_zeros((experts.shape[1], *values.shape), dtype=dtype)
-    for expert in experts.unique().tolist():
-        tokens, slots = (experts == expert).nonzero(as_tuple=True)
-        first = _wide(gate_up, gate_up_scale, expert)
-        gate, up = multiply(x[tokens], first, None, batch_invariant).chunk(2, dim=-1)
+    for chosen in experts.unique().tolist():
+        if not 0 <= (expert := chosen - first) < len(gate_up):
+            continue
+        tokens, slots = (experts == chosen).nonzero(as_tuple=True)
+        product = multiply(x[tokens], _wide(gate_up, gate_up_scale, expert), None, batch_invariant)
+        gate, up = product.chunk(2, dim=-1)
         middle = gated(gate, up, dtype)
         wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
         product = multiply(wide, _wide(down, down_scale, expert), None, batch_invariant)

@@ -90,9 +90,10 @@ def _expert_tile(
         _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH, TYPE)
 
 
-@kernel(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs", "first_expert"])
 def _expert_kernel(
-    x, x_scales, weight, scale, weights, experts, order, owners, out, out_scales, pairs, num_experts, columns, inner,
+    x, x_scales, weight, scale, weights, experts, order, owners, out, out_scales, pairs, num_experts, first_expert,
+    columns, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -104,9 +105,9 @@ def _expert_kernel(
     begin()
     tokens = pairs // TOP_K
     if PAIRS > 0:
-        expert, count = find_expert(experts, pairs, num_experts, PAIRS)
+        expert, count = find_expert(experts, first_expert, pairs, num_experts, PAIRS)
         for start in range(0, count, TOKENS):
-            pair, live = scan(experts, expert, pairs, start, PAIRS, TOKENS)
+            pair, live = scan(experts, first_expert + expert, pairs, start, PAIRS, TOKENS)
             _expert_tile(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
                 TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
@@ -131,13 +132,19 @@ def run_experts(
     weights: Tensor,
     experts: Tensor,
     dtype: torch.dtype,
+    first: int,
+    num_experts: int,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`weft::run_experts`, batch invariant in any case: every tile adds up an expert's columns in one order."""
-    (tokens, top_k), (num_experts, doubled, hidden) = experts.shape, gate_up.shape
-    first = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
-    second = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
-    return run_tiles(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, second)
+    """`weft::run_experts`, batch invariant in any case: every tile adds up an expert's columns in one order.
+
+    An expert has as many pairs as where all are here, and so the same tiles.
+    """
+    (tokens, top_k), (_, doubled, hidden) = experts.shape, gate_up.shape
+    up_tile = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
+    down_tile = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
+    given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, num_experts
+    return run_tiles(*given, up_tile, down_tile)
 
 
 def run_tiles(
@@ -150,27 +157,31 @@ def run_tiles(
     weights: Tensor,
     experts: Tensor,
     dtype: torch.dtype,
-    first: Tile,
-    second: Tile,
+    first: int,
+    num_experts: int,
+    up_tile: Tile,
+    down_tile: Tile,
 ) -> Tensor:
     """`run_experts` with these tiles."""
-    (tokens, top_k), (num_experts, _, hidden) = experts.shape, gate_up.shape
-    out = values.new_empty((top_k, tokens, hidden), dtype=dtype)
-    if not tokens:
-        return out
+    (tokens, top_k), (held, _, hidden) = experts.shape, gate_up.shape
     with torch.cuda.device_of(values):
-        aligned = align(experts, num_experts, first.tokens) if first.sort else None
+        # No program writes the rows of a pair whose expert is elsewhere: these are 0 from the start.
+        make = values.new_empty if held == num_experts else values.new_zeros
+        out = make((top_k, tokens, hidden), dtype=dtype)
+        if not tokens:
+            return out
+        aligned = align(experts, held, up_tile.tokens, first) if up_tile.sort else None
         middle, middle_scales = launch_gate_up(
-            values.contiguous(), scales, gate_up, gate_up_scale, experts, aligned, dtype, first
+            values.contiguous(), scales, gate_up, gate_up_scale, experts, aligned, dtype, up_tile, first
         )
-        if not second.sort:
+        if not down_tile.sort:
             aligned = None
-        elif aligned is None or second.tokens != first.tokens:
-            aligned = align(experts, num_experts, second.tokens)
+        elif aligned is None or down_tile.tokens != up_tile.tokens:
+            aligned = align(experts, held, down_tile.tokens, first)
         # With many pairs in a tile, each is quantised once here, instead of in every program that reads it.
-        if scales is not None and middle_scales is None and second.tokens >= 64:
+        if scales is not None and middle_scales is None and down_tile.tokens >= 64:
             middle, middle_scales = quantize(middle)
-        launch_down(middle, middle_scales, down, down_scale, weights, experts, aligned, out, second)
+        launch_down(middle, middle_scales, down, down_scale, weights, experts, aligned, out, down_tile, first)
     return out
 
 
@@ -183,13 +194,15 @@ def launch_gate_up(
     aligned: Aligned | None,
     dtype: torch.dtype,
     tile: Tile,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`silu(gate) * up` of all pairs; quantised, with scales, if a tile holds a whole block of columns."""
+    """`silu(gate) * up` of all pairs with the experts from `first` on; quantised, with scales, if a tile holds a whole
+    block of columns."""
     inner, pairs = weight.shape[1] // 2, experts.numel()
     fp8_out = scale is not None and tile.rows == 256 and not products_many_triton.takes(tile, weight)
     out = x.new_empty((pairs, inner), dtype=torch.float8_e4m3fn if fp8_out else dtype)
     out_scales = x.new_empty((pairs, inner // 128), dtype=torch.float32) if fp8_out else None
-    _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype)
+    _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype, first)
     return out, out_scales
 
 
@@ -203,9 +216,10 @@ def launch_down(
     aligned: Aligned | None,
     out: Tensor,
     tile: Tile,
+    first: int = 0,
 ) -> None:
-    """The way down of all pairs, weighted, into the parts `out`."""
-    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype)
+    """The way down of all pairs with the experts from `first` on, weighted, into the parts `out`."""
+    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype, first)
 
 
 def _launch(
@@ -220,6 +234,7 @@ def _launch(
     out_scales: Tensor | None,
     tile: Tile,
     dtype: torch.dtype,
+    first: int,
 ) -> None:
     """One product: tokens with gates and ups if `weights` is None, else pairs with the way down."""
     if products_many_triton.takes(tile, weight):
@@ -234,7 +249,7 @@ def _launch(
     _expert_kernel[(programs, cdiv(inner, width))](
         x, absent if x_scales is None else x_scales, weight, absent if scale is None else scale,
         absent if weights is None else weights, experts, order, owners, out,
-        absent if out_scales is None else out_scales, pairs, num_experts, columns, inner,
+        absent if out_scales is None else out_scales, pairs, num_experts, first, columns, inner,
         TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None,
         QUANTIZE=scale is not None and x_scales is None, EVEN=columns % tile.columns == 0,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,

@@ -75,28 +75,31 @@ def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> 
     return weights, experts
 
 
-@kernel(do_not_specialize=["pairs", "num_blocks"])
+@kernel(do_not_specialize=["pairs", "num_blocks", "first_expert"])
 def _align_kernel(
-    experts, order, owners, pairs, num_blocks,
+    experts, order, owners, pairs, num_blocks, first_expert,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write expert e's pairs, in ascending order, to its blocks of `order`, then -1; and e to these blocks' `owners`.
 
-    The program after the last expert marks the unused blocks with -1.
+    Experts are counted from `first_expert` on, and pairs of others are in no block. The program after the last expert
+    marks the unused blocks with -1.
     """
     begin()
     expert = tl.program_id(0)
+    held = tl.num_programs(0) - 1
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
-        ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=0)
+        ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=first_expert) - first_expert
+        ids = tl.where((ids >= 0) & (ids < held), ids, held)
         # Lanes past the end count as expert 0's.
         counts += tl.histogram(ids, BINS) - tl.where(bins == 0, tl.maximum(start + CHUNK - pairs, 0), 0)
     blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(bins < expert, blocks, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    last = expert == tl.num_programs(0) - 1
+    last = expert == held
     end = tl.where(last, num_blocks, first + (count + BLOCK - 1) // BLOCK)
     for start in range(first, end, CHUNK):
         tl.store(owners + start + lane, tl.where(last, -1, expert), mask=start + lane < end)
@@ -106,28 +109,29 @@ def _align_kernel(
     found = first * BLOCK
     for start in range(0, tl.where(last, 0, pairs), CHUNK):
         ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=-1)
-        mine = (ids == expert).to(tl.int32)
+        mine = (ids == first_expert + expert).to(tl.int32)
         tl.store(order + found + tl.cumsum(mine, 0) - 1, start + lane, mask=mine != 0)
         found += tl.sum(mine, 0)
 
 
 @triton.jit
-def find_expert(experts, pairs, num_experts, PAIRS: tl.constexpr):
-    """This program's expert, and the number of its pairs.
+def find_expert(experts, first_expert, pairs, num_experts, PAIRS: tl.constexpr):
+    """This program's expert, counted from `first_expert` on, and the number of its pairs.
 
     With fewer pairs than experts it is the expert of pair `program_id(0)`, and the number is 0 unless that pair is the
-    expert's first. Otherwise it is the expert `program_id(0)`.
+    expert's first, and the expert one of the `num_experts`. Otherwise it is the expert `program_id(0)`.
     """
     pair = tl.arange(0, PAIRS)
     ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
     own = tl.program_id(0)
     expert = own
     if pairs < num_experts:
-        expert = tl.load(experts + own)
-    mine = ids == expert
+        expert = tl.load(experts + own) - first_expert
+    mine = ids == first_expert + expert
     count = tl.sum(mine.to(tl.int32), 0)
     if pairs < num_experts:
-        count = tl.where(tl.sum((mine & (pair < own)).to(tl.int32), 0) > 0, 0, count)
+        elsewhere = (expert < 0) | (expert >= num_experts)
+        count = tl.where(elsewhere | (tl.sum((mine & (pair < own)).to(tl.int32), 0) > 0), 0, count)
     return expert, count
 
 
@@ -149,15 +153,16 @@ class Aligned:
     owners: Tensor
 
 
-def align(experts: Tensor, num_experts: int, block: int) -> Aligned:
-    """Sort the pairs of `experts` `[T, top_k]` without a host read; the tensors have room for the worst case."""
+def align(experts: Tensor, num_experts: int, block: int, first: int = 0) -> Aligned:
+    """Sort the pairs of `experts` `[T, top_k]` with the `num_experts` from `first` on, without a host read; the tensors
+    have room for the worst case."""
     pairs = experts.numel()
     blocks = pairs // block + min(pairs, num_experts)
     order = experts.new_empty(blocks * block)
     owners = experts.new_empty(blocks)
     chunk, warps = next((one for most, one in _CHUNKS.items() if pairs <= most), _MANY)
     _align_kernel[(num_experts + 1,)](
-        experts, order, owners, pairs, blocks,
+        experts, order, owners, pairs, blocks, first,
         BINS=power_of_two(num_experts + 1), BLOCK=block, CHUNK=chunk, num_warps=warps,
         **early(experts),
     )  # fmt: skip

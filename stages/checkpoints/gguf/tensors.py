@@ -21,7 +21,7 @@ KINDS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """The dtypes of ggml's types that torch has."""
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that divides the frequencies of the rotary embedding."""
-_EXPERT = re.compile(r"(?<=mlp\.experts\.)\d+\.")
+_EXPERT = re.compile(r"(?<=mlp\.experts\.)(\d+)\.")
 _AT_ONCE = 2**22
 """Elements that are unpacked at a time: 16 MiB of float32 beside the parameters."""
 
@@ -85,9 +85,9 @@ class GgufTensors:
         """A tensor on the CPU, or a part's share of it: a view of the mapped file, or, if that is packed, a new one of
         `dtype`."""
         stored = self.file.tensors[self._stored_name(part)]
-        if part.expert is not None:
+        if expert := _EXPERT.search(part.name):
             size = stored.size // stored.shape[0]
-            stored = StoredTensor(stored.shape[1:], stored.kind, stored.start + part.expert * size, size)
+            stored = StoredTensor(stored.shape[1:], stored.kind, stored.start + int(expert[1]) * size, size)
         found = self._tensor(stored, dtype)
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(part.name.split(".")[-2])
         if heads is not None and self.file.architecture == "llama":

@@ -147,8 +147,10 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         ],
         "route": [(y, 2, renormalize, dtype) for y, renormalize in ((x, True), (parted, False))],
         "run_experts": [
-            (x, None, randn(4, 10, 6), None, randn(4, 6, 5), None, randn(3, 2).to(parted), chosen, dtype),
-            (*in_fp8, gate_up, torch.ones(2, 2, 1), down, torch.ones(2, 1, 1), torch.ones(3, 2), chosen % 2, dtype),
+            (x, None, randn(4, 10, 6), None, randn(4, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 0, 4),
+            (x, None, randn(2, 10, 6), None, randn(2, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 1, 4),
+            (*in_fp8, gate_up, torch.ones(2, 2, 1), down, torch.ones(2, 1, 1), torch.ones(3, 2), chosen % 2, dtype,
+             0, 2),
         ],
         "sample": [(randn(3, 10), torch.tensor([0.0, 1.0, 2.0]), rows, integers(3, 4, 5))],
         "sample_rows": [(randn(3, 10), rows, integers(3, 4, 5), *tree_leaves(table)[:-1], counts, mask)

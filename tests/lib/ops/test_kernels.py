@@ -181,7 +181,8 @@ def experts() -> list[Case]:
         # No token chooses the last expert, if there are several.
         chosen = torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
         weights = torch.rand(tokens, top_k, generator=GENERATOR)
-        args = (x, scales, gate_up, gate_up_scale, down, down_scale, weights, chosen.contiguous(), torch.float32)
+        rest = weights, chosen.contiguous(), torch.float32, 0, num
+        args = (x, scales, gate_up, gate_up_scale, down, down_scale, *rest)
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
         name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts.products_triton:run_tiles"

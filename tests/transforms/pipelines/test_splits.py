@@ -96,7 +96,7 @@ def test_a_stage_of_which_one_part_is_in_another_node_counts_for_all(config: Mod
 
 def test_measured_collectives_take_the_place_of_links(config: ModelConfig) -> None:
     found = predict_decode(config, 1, shards=2, requests=4, machine=Machine(collective=lambda effect: 1.0))
-    assert found.load.all_reduce(4) == found.load.all_gather(4) == 1.0
+    assert found.load.all_reduce(4) == 1.0 < found.load.sampling(4)
     assert "as measured" in str(found)
 
 

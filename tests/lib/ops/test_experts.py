@@ -1,0 +1,170 @@
+"""The products of a rank that holds some of the experts: a pair whose expert is elsewhere adds exactly 0."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreting import interpret
+from refusal import refused
+from torch import Tensor
+
+from weft.errors import DescriptorError
+from weft.ops.experts.products import _run_experts, run_experts
+from weft.ops.experts.routing import route
+from weft.ops.fp8 import Quantized, ceil_blocks, reference_quantize
+from weft.ops.tiles import Tile
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 9, 3, 6, 10, 7
+
+
+def drawn(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, ...]:
+    """Tokens, the weights of all experts, and what a router chose; nothing chose expert 5."""
+    own = torch.Generator().manual_seed(seed)
+    x, logits = torch.randn(tokens, HIDDEN, generator=own), torch.randn(tokens, EXPERTS, generator=own)
+    logits[:, 5] = -9
+    gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=own)
+    down = torch.randn(EXPERTS, HIDDEN, INNER, generator=own)
+    return x, gate_up, down, *route(logits, TOP_K, True, torch.float32)
+
+
+def by_pair(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, own: range) -> Tensor:
+    """By definition: one product for each pair whose expert is one of a rank's own."""
+    rows = []
+    for slot in range(experts.shape[1]):
+        for token in range(len(x)):
+            expert = int(experts[token, slot])
+            if expert in own:
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                rows.append(weights[token, slot] * (down[expert] @ (gate * torch.sigmoid(gate) * up)))
+            else:
+                rows.append(x.new_zeros(x.shape[1]))
+    return torch.stack(rows).unflatten(0, (experts.shape[1], len(x)))
+
+
+def of_rank(given: tuple[Tensor, ...], own: range) -> Tensor:
+    x, gate_up, down, weights, experts = given
+    held = slice(own.start, own.stop)
+    place: Any = {"first": own.start, "num_experts": EXPERTS}
+    return run_experts(x, gate_up[held], down[held], weights, experts, dtype=x.dtype, **place)
+
+
+OWN = [range(0, 2), range(2, 4), range(4, 6), range(5, 6), range(0, 6), range(1, 4)]
+
+
+@pytest.mark.parametrize("own", OWN, ids=str)
+@pytest.mark.parametrize("derived", [False, True])
+def test_a_rank_computes_the_pairs_of_its_own_experts(own: range, derived: bool) -> None:
+    """Also where nothing chose one of them; and the form of torch.func."""
+    given = drawn()
+    found = of_rank(given, own) if not derived else torch.func.vmap(lambda x: of_rank((x, *given[1:]), own))(
+        given[0][None]
+    )[0]  # fmt: skip
+    torch.testing.assert_close(found, by_pair(*given, own))
+    elsewhere = torch.tensor([[int(expert) not in own for expert in row] for row in given[4]]).T
+    assert bool((found[elsewhere] == 0).all())
+
+
+def test_the_ranks_add_up_to_the_whole() -> None:
+    """Bit for bit: a pair is computed by one rank, with the weight that it has among all that the token chose."""
+    given = drawn()
+    every = [of_rank(given, range(first, first + 2)) for first in (0, 2, 4)]
+    assert torch.equal(sum(every[1:], every[0]), of_rank(given, range(EXPERTS)))
+    assert torch.allclose(given[3].sum(-1), torch.ones(TOKENS))
+
+
+def test_no_tokens_are_no_rows() -> None:
+    assert of_rank(drawn(0), range(2, 4)).shape == (TOP_K, 0, HIDDEN)
+
+
+def test_derivatives_are_those_of_the_definition() -> None:
+    x, gate_up, down, weights, experts = drawn()
+    found = []
+    for function in (lambda *given: of_rank(given, range(2, 4)), lambda *given: by_pair(*given, range(2, 4))):
+        given = [one.double().requires_grad_() for one in (x, gate_up, down, weights)]
+        (function(*given, experts) ** 2).sum().backward()
+        found.append([one.grad for one in given])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("first", [-1, 5])
+def test_experts_that_there_are_not_are_refused(first: int) -> None:
+    x, gate_up, down, weights, experts = drawn()
+    seen, instead = f"the weights of 2 experts from number {first} on, of 6", "first from 0 to 4"
+    with refused(DescriptorError, "run_experts(x, gate_up, down, …)", seen, instead):
+        run_experts(x, gate_up[:2], down[:2], weights, experts, dtype=x.dtype, first=first, num_experts=6)
+
+
+# The kernels, interpreted. New memory is NaN there, so that what no program writes is seen.
+
+_INTERPRETED = """
+import sys, torch
+from weft.ops.experts.products_triton import run_tiles
+torch.use_deterministic_algorithms(True)
+torch.save([run_tiles(*args) for args in torch.load(sys.argv[1], weights_only=False)], sys.argv[2])
+"""
+SMALL, MANY = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True)
+SORTED, WHOLE = Tile(32, 16, 128, 4, 2, sort=True), Tile(256, 16, 128, 4, 2)
+KERNELS = {  # tokens, top_k, experts, ranks, FP8, tiles
+    "a token": (1, 2, 12, 3, False, (SMALL, SMALL)),
+    "fewer pairs than experts": (2, 2, 18, 3, False, (SMALL, SORTED)),
+    "scanned": (20, 2, 6, 3, False, (SMALL, SMALL)),
+    "sorted": (20, 3, 6, 3, False, (SORTED, SMALL)),
+    "many": (70, 2, 4, 2, False, (MANY, SORTED)),
+    "many, down": (70, 2, 4, 4, False, (SORTED, MANY)),
+    "FP8, scanned": (9, 2, 4, 2, True, (WHOLE, SMALL)),
+    "FP8, many": (70, 2, 4, 2, True, (MANY, MANY)),
+}
+
+
+def kernel_args(name: str) -> list[tuple[Any, ...]]:
+    """The arguments of `run_tiles` for the whole layer, then for each rank. No token chooses an expert of rank 1."""
+    tokens, top_k, count, ranks, fp8, tiles = KERNELS[name]
+    own = torch.Generator().manual_seed(3)
+    hidden, inner = (128, 128) if fp8 else (40, 24)
+    x, scales = torch.randn(tokens, hidden, generator=own), None
+    shapes = (count, 2 * inner, hidden), (count, hidden, inner)
+    products = [torch.randn(shape, generator=own) for shape in shapes]
+    blocks: list[Any] = [None, None]
+    if fp8:
+        x, scales = reference_quantize(x)
+        products = [(16 * one).to(torch.float8_e4m3fn) for one in products]
+        sizes = [(count, ceil_blocks(rows), ceil_blocks(columns)) for _, rows, columns in shapes]
+        blocks = [torch.rand(size, generator=own) / 64 for size in sizes]
+    logits, held = torch.randn(tokens, count, generator=own), count // ranks
+    logits[:, held : 2 * held] -= 99
+    weights, experts = route(logits, min(top_k, count - held), True, torch.float32)
+    every = []
+    for mine in (slice(0, count), *(slice(rank * held, (rank + 1) * held) for rank in range(ranks))):
+        up, down, up_scale, down_scale = (None if one is None else one[mine] for one in (*products, *blocks))
+        rest = weights, experts, torch.float32, mine.start, count
+        every.append((x, scales, up, up_scale, down, down_scale, *rest, *tiles))
+    return every
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_interpreted_kernels_of_ranks_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    """Bit for bit where a rank has the expert, and exactly 0 elsewhere; near the reference."""
+    every = kernel_args(name)
+    whole, *shares = interpret(_INTERPRETED, every, tmp_path)
+    experts, held = every[0][7].T, len(every[1][2])
+    assert not whole.isnan().any()
+    for rank, found in enumerate(shares):
+        own = (experts >= rank * held) & (experts < (rank + 1) * held)
+        assert torch.equal(found, torch.where(own[:, :, None], whole, 0)), f"rank {rank}"
+        assert rank != 1 or not own.any()
+        reference = _run_experts.reference(*every[rank + 1][:-2])
+        torch.testing.assert_close(found, reference, rtol=1e-2, atol=5e-2 if every[0][1] is not None else 1e-4)
+
+
+def test_a_rank_in_fp8_has_the_rows_of_the_whole() -> None:
+    (x, scales, up, up_scale, down, down_scale, weights, experts, *_), *_ = kernel_args("FP8, many")
+    given = Quantized(x, scales)
+
+    def of(mine: slice) -> Tensor:
+        own: Any = {"gate_up_scale": up_scale[mine], "down_scale": down_scale[mine], "first": mine.start}
+        rest: Any = {"dtype": torch.bfloat16, "num_experts": 4}
+        return run_experts(given, up[mine], down[mine], weights, experts, **own, **rest)
+
+    assert torch.equal(of(slice(0, 2)) + of(slice(2, 4)), of(slice(0, 4)))
