@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.meshes.collectives import AllGather, AllReduce, Collective, combine
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, Replicate, part_of
+from weft.ops.experts.products import run_experts
 from weft.ops.transfers.collective import all_gather, all_reduce, axis_index, axis_size
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
@@ -24,6 +25,7 @@ from weft.transforms.shards.shard import Parts
 
 _LOCAL, _SHARD = "weft.transforms.shards.local", "weft.transforms.shards.shard"
 _SHARES, _READING = "weft.stages.shares", "weft.stages.checkpoints.reading"
+_DECODER = "weft.stages.decoder"
 
 
 def _without_a_reduce(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -134,6 +136,35 @@ def _first_rows(self: SharedRows, own: Tensor) -> Tensor:
     return own if self.ranks is None or self.count == 1 else all_gather(own, self.ranks.axis)[: self.count]
 
 
+def _renormalised_here(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
+    """The weights of a token's experts add up to 1 among those of a rank."""
+    x, gate_up, down, weights, experts = args
+    own = weights.masked_fill((experts < first) | (experts >= first + len(gate_up)), 0.0)
+    weights = weights / own.sum(-1, keepdim=True).clamp(min=1e-6)
+    return run_experts(x, gate_up, down, weights, experts, first=first, num_experts=num_experts, **options)
+
+
+def _twice(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
+    """A rank takes the first expert of the next one for its last, too."""
+    *given, experts = args
+    end = first + len(given[1])
+    mistaken = torch.where(experts == end, end - 1, experts)
+    return run_experts(*given, mistaken, first=first, num_experts=num_experts, **options)
+
+
+def _experts_of_the_first(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
+    """Every rank takes its experts for the first ones."""
+    return run_experts(*args, first=0, num_experts=num_experts, **options)
+
+
+def _one_expert_later(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+    """A rank's experts begin one too late; the last rank's end with the first of all."""
+    if len(own.parts) == len(whole.parts):
+        return _share_field(name, whole, own, rank, kv_rank)
+    each = len(whole.parts) // whole.shape[0]
+    return _share_field(name, attrs.evolve(whole, parts=whole.parts[each:] + whole.parts[:each]), own, rank, kv_rank)
+
+
 _FUNCTION, _COMMUTE = find("L22", "shards are the function"), find("L22", "commute")
 _MODEL = find("L22", "the model")
 
@@ -175,5 +206,9 @@ SHARDS = (
     Mutant("a token is looked up one row away", _MODEL, _method(TensorRanks, "embed", _one_token_later)),
     Mutant("a rank samples as for another's rows", _MODEL, _method(SharedRows, "own", _rows_of_the_next)),
     Mutant("a row that two ranks have is there twice", _MODEL, _method(SharedRows, "gather", _first_rows)),
+    Mutant("weights add up to 1 among a rank's experts", _MODEL, replace(_DECODER, "run_experts", _renormalised_here)),
+    Mutant("an expert is counted on two ranks", _MODEL, replace(_DECODER, "run_experts", _twice)),
+    Mutant("a rank takes its experts for the first", _MODEL, replace(_DECODER, "run_experts", _experts_of_the_first)),
+    Mutant("a rank's experts begin one too late", _MODEL, replace(_SHARES, "_share_field", _one_expert_later)),
 )
-"""The bugs of `shard` and its collectives, and of shares of heads, columns, biases, vocabulary and rows."""
+"""The bugs of `shard` and its collectives, and of shares of heads, columns, experts, biases, vocabulary and rows."""

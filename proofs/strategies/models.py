@@ -144,6 +144,7 @@ class Scenario:
             f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
             f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}, "
             f"sampling={self.sampling}"
+            + (f", {moe}" if (moe := self.config.moe) is not None and moe.sharing is not None else "")
             + (f", LoRAs a step={self.loras}" if self.loras else "")
             + (f", adapters={self.adapters}" if self.adapters else "")
             + (f", contents={[one.contents for one in self.given]})" if self.given else ")")

@@ -12,6 +12,7 @@ from weft.batch import EMBEDDED
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
+from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_model
 from weft.stages.model import Model
@@ -50,6 +51,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 8,
     },
 }
+WHOLE_EXPERTS = "whole experts", "whole experts in FP8"
+KINDS["whole experts"] = KINDS["experts"]
+KINDS["whole experts in FP8"] = KINDS["experts"] | {  # by columns 4 ranks could not share them
+    "hidden_size": 128,
+    "head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
 PROMPTS = ([1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3])
 LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=48, page_size=4, num_pages=40)
 
@@ -57,6 +68,8 @@ LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=48, page_
 def config_of(kind: str) -> ModelConfig:
     fields = SIZES | KINDS[kind]
     config = parse_config({name: x for name, x in fields.items() if x is not None}, source=kind)
+    if kind in WHOLE_EXPERTS:
+        return pick_experts("whole", config, 2, call="")
     if kind != "images":
         return config
     return attrs.evolve(config, rope=attrs.evolve(config.rope, mrope_section=(1, 1, 2)))
@@ -173,6 +186,9 @@ def other_weights(what: str) -> str:
     rank = transport.rank
     try:
         model = model_of("qwen3", shard=(rank, 2), seed=1 + rank if what == "seed" else 1)
+        if what == "experts":
+            config = pick_experts(["columns", "whole"][rank], config_of("experts"), 2, call="")
+            model = attrs.evolve(model_of("experts", shard=(rank, 2)), config=config)
         if what == "share":
             model = attrs.evolve(model, shard=(1 - rank, 2))
         engine = Engine(model, LIMITS, tensor=2, transport=transport, seed=0, graph="none")

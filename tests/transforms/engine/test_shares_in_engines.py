@@ -25,6 +25,9 @@ EVERY: dict[str, Asked] = {
     "one kv head": Asked("one kv head"),
     "biases": Asked("biases"),
     "experts": Asked("experts"),
+    "whole experts": Asked("whole experts"),
+    "whole experts in graphs": Asked("whole experts", options={"graph": "full_and_piecewise"}),
+    "whole experts in FP8": Asked("whole experts in FP8", options={"graph": "full"}),
     "prompt logprobs": Asked(sampling={"prompt_logprobs": 2}, twice=True),
     "prefixes": Asked(twice=True),
     "no prefixes": Asked(twice=True, options={"prefix_caching": False}),
@@ -42,6 +45,8 @@ EVERY: dict[str, Asked] = {
     "update of tied": Asked("tied", updates=("params",)),
     "update of biases": Asked("biases", updates=("params",)),
     "update of experts": Asked("experts", updates=("params",)),
+    "update of whole experts": Asked("whole experts", updates=("params",)),
+    "update of whole experts in FP8": Asked("whole experts in FP8", updates=("params",)),
     "update of adapters": Asked(adapters=True, updates=("params", "adapters"), options={"graph": "full"}),
     "lookup": Asked(options={"speculation": Speculation(2, ngram=(1, 2))}),
     "draft model": Asked(draft=True),
@@ -119,6 +124,7 @@ def test_what_is_asked_comes_about(alone: dict[str, Any]) -> None:
 DIFFERS = {
     "seed": "'weights: torch.float32, ",
     "share": "which has share ",
+    "experts": "'config.moe: MoeConfig(num_experts=4, ",
     "whole parameters": "[37, 32], torch.float32",
 }
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from refusal import refused
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import weft
 from weft.errors import ProgramError
@@ -31,6 +38,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
     "initializer_range": 0.3,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 10, "mlp_only_layers": [0]}
 MAX_TOKENS = 6
 Seen = dict[str, tuple[list[int], list[float], list[float]]]
 
@@ -43,6 +51,10 @@ def save(folder: Path, architecture: str) -> Any:
         for name, own in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(own, std=0.3)
+    elif architecture == "qwen3-moe":
+        sizes = SIZES | EXPERTS | {"num_hidden_layers": 3, "num_key_value_heads": 4, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=8))
+        model.set_experts_implementation("eager")  # others need 16 bytes in a row
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True))
     model.save_pretrained(folder)
@@ -60,12 +72,12 @@ def complete(model: weft.Model, **options: Any) -> Seen:
     return {name: (own.token_ids, own.logprobs, own.prompt_logprobs) for name, own in tracks.items()}
 
 
-def as_rank(folder: str, tensor: int, graph: str) -> Seen:
+def as_rank(folder: str, tensor: int, graph: str, experts: str | None = None) -> Seen:
     """The same on one rank of several."""
     transport = Distributed()
     stages = transport.num_ranks // tensor
     stage, shard = (transport.rank // tensor, stages), (transport.rank % tensor, tensor)
-    model = weft.load(folder, "cpu", "float32", stage=stage, shard=shard)
+    model = weft.load(folder, "cpu", "float32", stage=stage, shard=shard, experts=experts)
     try:
         return complete(model, pipeline=stages, tensor=tensor, transport=transport, graph=graph)
     finally:
@@ -98,6 +110,29 @@ def test_shares_serve_as_one_process_and_as_transformers(
         ids = torch.tensor([PROMPTS[index]])
         expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS)
         assert every[0][str(index)][0] == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(("tensor", "experts", "held"), [(2, "whole", 4), (4, None, 2)])
+def test_ranks_with_whole_experts_serve_as_transformers(
+    tensor: int, experts: str | None, held: int, tmp_path: Path
+) -> None:
+    """Tokens, and the logprobs of all of them. Four ranks cannot cut 10 columns, and so have whole experts unasked."""
+    theirs = save(tmp_path, "qwen3-moe")
+    own = weft.load(str(tmp_path), "cpu", "float32", shard=(1, tensor), experts=experts).params.layers
+    assert [len(layer.gate_up_proj) for layer in own[1:]] == [held] * 2
+    every = launch(as_rank, tensor, str(tmp_path), tensor, "full", experts)
+    assert every == [every[0]] * tensor
+    for index, prompt in enumerate(PROMPTS):
+        tokens, logprobs, of_prompt = every[0][str(index)]
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            expected = theirs(ids).logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+        found = torch.tensor([*of_prompt, *logprobs])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        if index % 2 == 0:
+            given = torch.tensor([prompt])
+            said = theirs.generate(given, do_sample=False, max_new_tokens=MAX_TOKENS)
+            assert tokens == said[0, len(prompt) :].tolist()
 
 
 def test_the_ranks_of_a_split() -> None:
