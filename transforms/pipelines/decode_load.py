@@ -68,12 +68,12 @@ class DecodeLoad:
 
     def _longest(self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None) -> float:
         """The seconds of a collective of the stage whose ranks are the farthest apart."""
-        machine, schema = self.machine, Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
-        costs = Costs(latency=machine.latency_of, bytes_per_second=machine.link_of, collective=machine.collective)
-        stages = {machine.is_near(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))}
         if self.num_shards == 1:
             return 0.0
-        return max(costs.seconds(kind(ranks, schema=schema)) for ranks in stages.values())
+        machine, schema = self.machine, Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
+        costs = Costs(latency=machine.latency_of, bytes_per_second=machine.link_of, collective=machine.collective)
+        groups = {machine.is_near(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))}
+        return max(costs.seconds(kind(ranks, schema=schema)) for ranks in groups.values())
 
     def transfer(self, size: int) -> float:
         """The seconds of the slowest message of `size` requests from one stage to the next; 0: there is only one."""

@@ -136,7 +136,7 @@ def _drawn(events: Sequence[Event]) -> set[str]:
 def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
     """The entries for what is drawn, side by side."""
     entries = {
-        "stage": (_rect(0, y - 9, 14, 10, COLOURS[0], "#555"), 14, "runs a stage; number and colour: the micro-batch"),
+        "stage": (_rect(0, y - 9, 14, 10, COLOURS[0], "#555"), 14, "runs; number and colour: micro-batch"),
         "advance": (_rect(0, y - 7, 14, 6, COLOURS[0], "#555"), 14, "advances"),
         "collective": (_rect(0, y - 9, 14, 10, _MEET, "#555"), 14, "collective"),
         "wait": (_rect(0, y - 9, 14, 10, _WAIT), 14, "waits"),

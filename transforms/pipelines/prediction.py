@@ -169,7 +169,8 @@ def predict_decode(
     """Predict a decode loop over pipeline stages from a model's configuration alone: its tokens per second and what
     bounds them, the split of the layers, the number of cohorts, the timeline and the programs.
 
-    Costs are bytes over bandwidth: no weights are read, and nothing is measured.
+    A stage takes its bytes over the bandwidth, its collectives, and the time of its kernels, where the machine has one:
+    no weights are read, and nothing is measured.
 
     Args:
         config: the whole model's, from `weft.stages.load_config`.
@@ -189,10 +190,10 @@ def predict_decode(
     >>> from weft.stages import DEMO, load_config
     >>> print(predict_decode(load_config(DEMO), 2, requests=12).cohorts)
     cohorts  of requests      step    tokens/s  bubble
-          1           12   1.39 us   8,633,590     50%
-          2            6  0.912 us  13,164,824      1%  best
-          3            4   1.12 us  10,699,765      2%
-          4            3   1.33 us   9,012,257      2%
+          1           12   1.41 us   8,531,058     50%
+          2            6  0.928 us  12,927,900      2%  best
+          3            4   1.14 us  10,542,731      3%
+          4            3   1.35 us   8,900,592      3%
     """
     numbers = {
         "num_stages": num_stages,

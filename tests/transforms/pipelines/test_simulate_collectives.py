@@ -1,6 +1,7 @@
 """Collectives in the simulator: closed forms, sharded functions, lanes, pictures, planted bugs, and refusals."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from xml.etree import ElementTree
@@ -18,10 +19,13 @@ from weft.effects import (
     AllToAll,
     Collective,
     Effect,
+    Fence,
     Program,
+    Recv,
     ReduceScatter,
     Run,
     Schema,
+    Send,
     TensorSchema,
 )
 from weft.errors import CostError, ProgramError
@@ -212,6 +216,19 @@ def test_the_picture_shows_them_too() -> None:
     assert {"collective", "waits"} <= words
     assert not {"sent", "sends, launches"} & words
     assert "rank 0: all_reduce sum among 0, 1 [mb 0]; 1 s to 4 s, waited 1 s" in svg
+
+
+def test_the_legend_fits_with_all_kinds_of_effects() -> None:
+    ranks = (0, 1)
+    effects = {
+        0: (Run("stage 0", 0), Send(1, 0), AllReduce(ranks), Fence(0), Run("advance", 0)),
+        1: (Recv(0, 0), AllReduce(ranks)),
+    }
+    costs = Costs([1.0], advance=1.0, launch=0.5, latency=4.0, collective=lambda effect: 1.0)
+    svg = simulate([Program(rank, 2, own) for rank, own in effects.items()], costs).as_svg()
+    entries = re.findall(r"translate\((\d+) 0\).*?<text.*?>(.*?)</text>", svg)
+    assert len(entries) == 8
+    assert all(int(x) + 19 + 6.2 * len(words) <= 920 for x, words in entries)
 
 
 # refusals

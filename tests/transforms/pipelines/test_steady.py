@@ -39,7 +39,7 @@ def simulated(num_stages: int, cohorts: int, costs: Costs, capacity: int, jobs: 
     return ends[2 * jobs] - ends[jobs]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(costs, st.integers(1, 8), st.integers(1, 3))
 def test_it_is_that_of_a_long_simulation(costs: Costs, cohorts: int, capacity: int) -> None:
     num_stages = len(costs.stages)  # type: ignore[arg-type]

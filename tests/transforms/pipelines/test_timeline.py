@@ -117,7 +117,7 @@ def test_the_picture_has_a_legend_of_what_is_drawn_and_no_background() -> None:
     alone, fed = simulate(streaming(1, 1), Costs([1.0])).as_svg(), decoding(3, 3, 2).as_svg()
     words = {text for _, _, _, text in texts(fed)} - {text for _, _, _, text in texts(alone)}
     assert {"advances", "waits", "sends, launches", "received", "sent"} <= words
-    assert "runs a stage; number and colour: the micro-batch" in alone
+    assert "runs; number and colour: micro-batch" in alone
     assert "fence" not in fed
     assert "white" not in fed
     assert fed.count("<line") == fed.count('stroke="currentColor"')
