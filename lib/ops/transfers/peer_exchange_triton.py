@@ -31,7 +31,8 @@ from weft.ops.transfers import peer_packed_triton as packed
 from weft.ops.transfers.peer_packed_triton import MOST, REGION, block_of, shares_of
 
 PROGRAMS = 128
-"""The programs of a launch for large pieces. With _MAX_REGISTERS a multiprocessor has room for two."""
+"""The programs of a launch for large pieces. With _MAX_REGISTERS a multiprocessor has room for two, and every GPU whose
+memory others can reach has 64 of them and more."""
 AHEAD = 3
 """Chunks that a program sends before it reads the first."""
 SLOTS = 2 + 2 * AHEAD
@@ -304,4 +305,4 @@ def exchange(source: Tensor, target: Tensor, pieces: Pieces, group: Group, dtype
         )  # fmt: skip
 
 
-__all__ = ["COUNTS", "INBOX", "MOST", "Group", "Pieces", "exchange"]
+__all__ = ["COUNTS", "INBOX", "Group", "Pieces", "exchange"]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine, reduced
 from weft.ops.tiles import cdiv
-from weft.ops.transfers.peer_exchange_triton import MOST, Group, Pieces, exchange
+from weft.ops.transfers.peer_exchange_triton import Group, Pieces, exchange
+from weft.ops.transfers.peer_packed_triton import MOST
 from weft.transforms.pipelines.transports.messages import as_bytes
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
