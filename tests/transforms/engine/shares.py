@@ -14,10 +14,12 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig, parse_config
+from weft.stages.functions import Layer
 from weft.stages.layout import split_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
 from weft.stages.shares import WHOLE, Share, adaptable
+from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.prompts import EmbedsPrompt
@@ -124,6 +126,7 @@ class Asked:
         twice: whether the prompts are asked a second time, which finds them in the prefix cache.
         draft: whether a second model drafts.
         beside: whether a second model reads beside, whose logits are subtracted.
+        changed: whether the logits are changed by what each request has of its own, and by what a layer captured.
         masked: whether requests have masks.
     """
 
@@ -138,6 +141,7 @@ class Asked:
     twice: bool = False
     draft: bool = False
     beside: bool = False
+    changed: bool = False
     masked: bool = False
 
 
@@ -148,6 +152,9 @@ def run(asked: Asked, model: Model, **split: Any) -> tuple[list[Any], Any]:
         options["speculation"] = Speculation(2, model=model_of(asked.kind, seed=2))
     if asked.beside:
         model = model.with_stages(beside={"other": model_of(asked.kind, seed=3)}, logits=contrast)
+    if asked.changed:
+        named = {"extras": {"scale": torch.tensor(1.0)}, "captures": {"seen": torch.tensor(0.0)}}
+        model = model.with_stages(**named, layers={0: seeing}, logits=scaled)
     adapters = adapters_of(asked.kind) if asked.adapters else None
     engine = Engine(model, asked.limits, seed=0, num_logprobs=3, adapters=adapters, **options, **split)
     found: list[Any] = []
@@ -160,10 +167,9 @@ def run(asked: Asked, model: Model, **split: Any) -> tuple[list[Any], Any]:
         for index, prompt in enumerate(asked.prompts):
             own = {"temperature": 0.0 if index % 2 else 1.0, "seed": index, "logprobs": 3} | dict(asked.sampling)
             adapter = [None, "attention", "all"][(index + 1) % 3] if asked.adapters else None
-            mask = only_even if asked.masked else None
-            engine.add(
-                prompt_of(prompt), SamplingParams(**own), max_tokens=8, id=f"{turn} {index}", adapter=adapter, mask=mask
-            )
+            given: dict[str, Any] = {"adapter": adapter, "mask": only_even if asked.masked else None}
+            given["extras"] = {"scale": torch.tensor(0.5 + index / 4)} if asked.changed else None
+            engine.add(prompt_of(prompt), SamplingParams(**own), max_tokens=8, id=f"{turn} {index}", **given)
         tracks = {output.id: output.track for output in engine}
         found += [tracks[f"{turn} {index}"] for index in range(len(asked.prompts))]
     stats = engine.stats()
@@ -177,6 +183,20 @@ def only_even(said: Any) -> list[int]:
 
 def contrast(logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return logits - 0.5 * extras["other"]
+
+
+def scaled(logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    places = torch.arange(logits.shape[1]) * extras["seen"][:, None]
+    return logits * extras["scale"][:, None] + places.sin()
+
+
+def seeing(layer: Layer) -> Layer:
+    def run(params: Any, kv_pages: Any, batch: Any, tables: Any, hidden: Any) -> Any:
+        hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
+        sow("seen", hidden.mean(-1))
+        return hidden, kv_pages
+
+    return run
 
 
 def other_weights(what: str) -> str:

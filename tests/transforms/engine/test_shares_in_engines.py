@@ -18,6 +18,8 @@ from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.transports.launch import launch
 
 SMALL = attrs.evolve(LIMITS, num_pages=9)
+LARGE = attrs.evolve(LIMITS, max_num_reqs=9, max_num_tokens=64, num_pages=120)
+FILTERS = {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.02}
 EVERY: dict[str, Asked] = {
     "plain": Asked(),
     "graphs": Asked(options={"graph": "full_and_piecewise"}),
@@ -51,6 +53,11 @@ EVERY: dict[str, Asked] = {
     "lookup": Asked(options={"speculation": Speculation(2, ngram=(1, 2))}),
     "draft model": Asked(draft=True),
     "beside": Asked(beside=True),
+    "changed": Asked(changed=True),
+    "changed prompts": Asked(changed=True, sampling={"prompt_logprobs": 2}, options={"graph": "full"}),
+    "one request": Asked(prompts=PROMPTS[:1], options={"graph": "full"}),
+    "three requests": Asked(prompts=PROMPTS[:3], options={"graph": "full"}),
+    "many requests": Asked(prompts=PROMPTS * 3, limits=LARGE, sampling=FILTERS),
     "run ahead": Asked(options={"run_ahead": 3, "graph": "full"}),
 }
 
@@ -61,7 +68,7 @@ def alone() -> dict[str, Any]:
     return {name: run(asked, model_of(asked.kind, **asked.model)) for name, asked in EVERY.items()}
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (2, 4)], ids=["tp 2", "tp 2 x pp 2"])
+@pytest.fixture(scope="module", params=[(2, 2), (2, 4), (4, 4)], ids=["tp 2", "tp 2 x pp 2", "tp 4"])
 def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     tensor, ranks = request.param
     return launch(run_rank, ranks, EVERY, tensor, timeout=120)
@@ -118,6 +125,7 @@ def test_what_is_asked_comes_about(alone: dict[str, Any]) -> None:
     tokens = {name: [own[0] for own in found] for name, (found, _) in alone.items()}
     assert tokens["plain"] != tokens["adapters"] != tokens["update of adapters"]
     assert tokens["update"] != tokens["prefixes"]
+    assert tokens["plain"] != tokens["changed"] == tokens["changed prompts"]
     assert tokens["plain"] == tokens["lookup"] == tokens["draft model"] == tokens["run ahead"] != tokens["beside"]
 
 

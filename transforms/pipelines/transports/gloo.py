@@ -38,7 +38,8 @@ class GlooEnd:
         others = [rank for rank in effect.ranks if rank != own] if x.numel() else []
         for peer in others:
             self.send([parts[peer].contiguous()], peer, tag)
-        every = {rank: parts[own] if rank == own else torch.empty_like(parts[own], memory_format=torch.contiguous_format) for rank in effect.ranks}
+        mine = parts[own].contiguous()
+        every = {rank: mine if rank == own else torch.empty_like(mine) for rank in effect.ranks}
         for peer in others:
             self.recv([every[peer]], peer, tag)
         return join(effect, [*every.values()]).clone(memory_format=torch.contiguous_format)
