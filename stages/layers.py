@@ -40,8 +40,8 @@ class Blocks:
     """The functions of a model's layers, with the signatures of those in `weft.stages.decoder`.
 
     What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the first is a sum over
-    heads, and the second over inner columns: with the parameters of a part of these, it is a part of the sum, which
-    `ranks` complete. That holds for functions of one's own, too.
+    heads, and the second over inner columns, or experts: with the parameters of a part of these, it is a part of the
+    sum, which `ranks` complete. That holds for functions of one's own, too: of experts, a rank may have some alone.
     """
 
     norm: Callable[..., tuple[Normed, Tensor]]

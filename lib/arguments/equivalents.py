@@ -148,6 +148,7 @@ ENGINE = {
 
 LOAD = {
     **_NOWHERE,
+    **_all("enable_expert_parallel ep_size", 'experts="whole", with shard=(index, num_ranks)'),
     **_all("torch_dtype", "dtype=..."),
     **_all("device_map", "device=...; weft.generate(..., pipeline=N) spans devices"),
     **_all(

@@ -137,6 +137,18 @@ def test_only_the_tensors_of_a_stage_are_read(tmp_path: Path) -> None:
     assert [own.token_ids for own in said[0]] == [own.token_ids for own in said[1]]
 
 
+def test_only_the_experts_of_a_rank_are_read(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "qwen3-moe", scrambled("qwen3-moe", num_experts=4), quantized(Q.Q8_0))
+    whole = loaded(tmp_path)
+    shares = [loaded(tmp_path, shard=(rank, 2), experts="whole") for rank in range(2)]
+    for layer, *own in zip(whole.params.layers, *(share.params.layers for share in shares), strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            parts = [getattr(one, name) for one in own]
+            assert [len(part) for part in parts] == [2, 2]
+            assert torch.equal(torch.cat(parts), getattr(layer, name))
+        assert all(torch.equal(one.router, layer.router) for one in own)
+
+
 def test_llama_3_1_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}

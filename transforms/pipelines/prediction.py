@@ -175,7 +175,7 @@ def predict_decode(
     Args:
         config: the whole model's, from `weft.stages.load_config`.
         num_stages: pipeline stages.
-        shards: ranks that share each stage, by heads, inner columns and the vocabulary.
+        shards: ranks that share each stage, by heads, inner columns or whole experts, and the vocabulary.
         requests: requests that decode together.
         context: tokens before the one that is generated; None: 1,024, or half of the model's positions.
         cohorts: groups of requests that take turns; None: the number that is fastest.

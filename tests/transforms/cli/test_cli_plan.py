@@ -317,6 +317,23 @@ def test_ranks_of_a_stage_stay_in_a_node_where_the_network_is_slow(run: Weft, fo
     assert "each of 11 kernels of a layer takes 2 us besides" in out
 
 
+def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
+    """In FP8 2 ranks can cut the 6 blocks of an expert's columns, and 4 have whole experts unasked."""
+    asked = "--preset", "qwen3-30b-a3b-fp8", "--pp", "1", "--json"
+    sizes = {}
+    for more in ("2", "2 --experts columns", "2 --experts whole", "4", "4 --experts whole"):
+        code, out, err = run(*asked, "--tp", *more.split())
+        assert code == 0, err
+        sizes[more] = json.loads(out)["model"]["bytes"]["layer"]
+    assert sizes["2"] == sizes["2 --experts columns"] == sizes["2 --experts whole"]
+    assert sizes["4"] == sizes["4 --experts whole"]
+    experts = 128 * (3 * 2048 * 768 + 4 * 3 * 16 * 6)
+    assert sizes["2"] - sizes["4"] > experts / 4
+    other, blocks = "or --experts whole", "a number of ranks by which it is a multiple of 128"
+    assert_refused(run(*asked, "--tp", "4", "--experts", "columns"), "--tp 4 --experts columns", blocks, other)
+    assert_refused(run(*asked, "--experts", "whole"), "no --tp", "instead: --experts columns|whole --tp N")
+
+
 def test_it_needs_no_weights(run: Weft, tmp_path: Path) -> None:
     shutil.copy(Path(DEMO) / "config.json", tmp_path)
     assert run("--model", str(tmp_path), "--pp", "2")[0] == 0

@@ -6,9 +6,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cli_calls import Weft, assert_refused
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import weft as weft_package
 from weft.stages.checkpoints.known_models import DEMO
@@ -93,6 +96,21 @@ def test_what_ranks_cannot_share_is_refused(run: Weft) -> None:
     instead = "instead: a number of ranks that divides the heads"
     assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "3"), "--tp 3", seen, instead)
     assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "0"), "--tp")
+
+
+def test_ranks_with_whole_experts_say_what_one_process_says(run: Weft, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 37}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    none = {"bos_token_id": None, "eos_token_id": None}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **none)).save_pretrained(tmp_path)
+    options = "--model", str(tmp_path), "--prompt-ids", "1,2,3", "--prompt-ids", "9", "--max-tokens", "5", "--json"
+    own, shared = (run("generate", *options, *EXACT, *more.split()) for more in ("", "--tp 2 --experts whole"))
+    assert (own[0], shared[0]) == (0, 0), shared[2]
+    assert said(own[1]) == said(shared[1])
+    seen = "--experts whole, and a Qwen3ForCausalLM, which has no experts"
+    assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "2", "--experts", "whole"), "--tp 2 --experts whole", seen)
 
 
 @pytest.mark.parametrize("transport", ["local", "threads"])

@@ -7,10 +7,12 @@ import attrs
 import pytest
 import shares
 import torch
-from shares import LIMITS, PROMPTS, Asked, model_of, run, run_rank
+from shares import LIMITS, PROMPTS, Asked, config_of, model_of, run, run_rank
 
 import weft
-from weft.errors import ProgramError, RequestError
+from weft.errors import ConfigError, ProgramError, RequestError
+from weft.stages.choices import pick_experts
+from weft.stages.shares import share_config
 from weft.stages.slots import reserve_slots, write_slot
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.setup import make_runner
@@ -82,7 +84,9 @@ def flat(values: Any) -> list[float]:
 
 
 def assert_said(name: str, wanted: tuple[Any, Any], shared: list[dict[str, Any]]) -> None:
-    """All ranks say the tokens of one process and logprobs next to its own, and the same bits."""
+    """Every rank returns what one process does, within rounding, and the same bits as the others. In FP8, where
+    activations are rounded to 3 bits, a sum in another order may make one of them another one."""
+    near = 0.3 if "FP8" in name else 2e-4
     for rank, every in enumerate(shared):
         found, own_counts = every[name]
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted[0]], f"rank {rank}"
@@ -90,7 +94,7 @@ def assert_said(name: str, wanted: tuple[Any, Any], shared: list[dict[str, Any]]
             assert own_counts["pages_held"] == wanted[1]["pages_held"] == 0
         for own, other in zip(found, wanted[0], strict=True):
             pairs = zip(flat([own[1], own[3]]), flat([other[1], other[3]]), strict=True)
-            assert all(math.isclose(x, y, abs_tol=2e-4, rel_tol=1e-4) for x, y in pairs)
+            assert all(math.isclose(x, y, abs_tol=near, rel_tol=1e-4) for x, y in pairs)
         assert found == shared[0][name][0], "all ranks return the same bits"
 
 
@@ -115,6 +119,17 @@ def test_gpus_that_share_layers_say_what_one_says(split: tuple[int, int], backen
     with torch.device("cuda:0"):
         for name, asked in every.items():
             assert_said(name, run(asked, model_of(asked.kind, **asked.model)), shared)
+
+
+@pytest.mark.slow
+def test_four_ranks_share_experts_in_fp8_whose_columns_they_cannot_cut() -> None:
+    name = "whole experts in FP8"
+    config = pick_experts("columns", config_of(name), 4, call="")
+    with pytest.raises(ConfigError, match="moe_intermediate_size=256, shared as 'columns'"):
+        share_config(config, 4)
+    asked = Asked(name)
+    torch.set_num_threads(1)
+    assert_said(name, run(asked, model_of(name)), launch(run_rank, 4, {name: asked}, 4, timeout=120))
 
 
 @pytest.mark.slow
