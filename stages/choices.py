@@ -6,10 +6,12 @@ import attrs
 import torch
 
 from weft.arguments.checks import Rule, check_values, is_int
-from weft.errors import ConfigError, DeviceError, ProgramError
+from weft.errors import ConfigError, DeviceError, ProgramError, RequestError
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.register import FLOATS
 from weft.stages.config import ModelConfig
+from weft.stages.functions import LEAVES
+from weft.stages.shares import check_leaves
 
 KV_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
 """The dtypes of a KV cache besides the model's own."""
@@ -30,6 +32,7 @@ _RULES: dict[str, Rule] = {
     ),
     "batch_invariant": (lambda flag: isinstance(flag, bool), "True or False"),
     "experts": (lambda how: how in (None, *EXPERTS), f"one of {', '.join(EXPERTS)}, or None: as they can be cut"),
+    "reduction_leaves": LEAVES,
     "shard": (lambda shard: shard is None or _is_stage(shard), "(index, num_ranks), the ranks numbered from 0"),
     "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
 }
@@ -124,6 +127,21 @@ def pick_experts(experts: str | None, config: ModelConfig, num_ranks: int, *, ca
         instead = "leave it out, or several ranks that share each layer" if config.moe is not None else "leave it out"
         raise ConfigError(call, f"experts={experts!r}, and {seen}", instead)
     return attrs.evolve(config, moe=attrs.evolve(config.moe, sharing=experts))
+
+
+def pick_leaves(leaves: int, config: ModelConfig, batch_invariant: bool, num_ranks: int, *, call: str) -> int:
+    """The number of leaves of each sum that ranks may share.
+
+    Raises:
+        ConfigError: the model's sums cannot be cut into them, or the ranks cannot share them.
+        RequestError: not a power of two, or not batch invariant.
+    """
+    check_values(call, _RULES, {"reduction_leaves": leaves})
+    if leaves > 1 and not batch_invariant:
+        seen = "a model that is not batch invariant"
+        raise RequestError(f"{call} with reduction_leaves={leaves}", seen, "batch_invariant=True, too")
+    check_leaves(call, config, leaves, num_ranks)
+    return leaves
 
 
 def check_backend(

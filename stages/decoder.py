@@ -72,6 +72,7 @@ def decoder_stage(
     attend: Attend | AttentionBackend | None = None,
     beside: Beside | None = None,
     batch_invariant: bool = False,
+    reduction_leaves: int = 1,
     sown_names: SownNames | None = None,
     ranks: TensorRanks | None = None,
 ) -> DecoderStage:
@@ -90,6 +91,7 @@ def decoder_stage(
         beside: other models, which the last stage lets read the same tokens (`weft.stages.beside.readers_beside`).
         token_extras: the default values of inputs that tokens have of their own, on the stage's device.
         batch_invariant: whether the stage runs in `weft.batch_invariant()`.
+        reduction_leaves: of each sum that ranks may share, as in `StageFunctions`.
         sown_names: shared by the stages of a split that run in this process, which find in it what none of them
             captures, and what two of them carry; None: this stage knows its own alone.
         ranks: those that share the layers; the configuration, the parameters and the keys and values are then this
@@ -102,9 +104,11 @@ def decoder_stage(
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
     own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}, "token_extras": token_extras or {}}
+    own |= {"batch_invariant": batch_invariant, "reduction_leaves": reduction_leaves}
     functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own, attend=attend)
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
-    names, blocks = sown_names or SownNames(layout.num_stages), attrs.evolve(BLOCKS, ranks=ranks)
+    names = sown_names or SownNames(layout.num_stages)
+    blocks, is_cut = attrs.evolve(BLOCKS, ranks=ranks, reduction_leaves=reduction_leaves), reduction_leaves > 1
 
     _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
@@ -140,7 +144,7 @@ def decoder_stage(
             if beside is not None:
                 known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)  # with the drafts
                 state, others = beside(state, attrs.evolve(resolved, input_ids=known))
-            result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others, ranks
+            result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others, ranks, int(is_cut)
             out = finish(config, params, state.sampling, batch, *result)
             names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
             out = attrs.evolve(out, captured=captured) if captured else out
@@ -170,11 +174,11 @@ def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, qu
     return Normed(plain, fp8), total
 
 
-def project(x: Normed, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """A linear layer, plain or in FP8: [num_tokens, out], or parts of it."""
+def project(x: Normed, weight: Tensor, scale: Tensor | None, bias: Tensor | None, leaves: int = 0) -> Tensor:
+    """A linear layer, plain or in FP8: [num_tokens, out], or parts of it, or leaves."""
     if scale is None:
-        return linear(x.plain, weight, bias)
-    return fp8_linear(x.quantized or x.plain, weight, scale, bias, dtype=x.plain.dtype)
+        return linear(x.plain, weight, bias, leaves)
+    return fp8_linear(x.quantized or x.plain, weight, scale, bias, dtype=x.plain.dtype, leaves=leaves)
 
 
 def attention(
@@ -186,6 +190,7 @@ def attention(
     x: Normed,
     *,
     attend: Attend | None = None,
+    leaves: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Grouped-query attention of one layer over the pages of each request, causal; writes this step's keys and values.
 
@@ -194,14 +199,15 @@ def attention(
         tables: cosines and sines, each [num_tokens, head_dim / 2].
         x: [num_tokens, hidden_size], normalised.
         attend: in the place of `weft.stages.attend`, with its arguments and result; None: that, or what is equal to it.
+        leaves: into which the sum over heads is cut (`weft.ops.leaves`); 0: it is not.
 
     Returns:
-        [num_tokens, hidden_size], or parts of it; and the pages, as `rotate_and_keep` returns them.
+        [num_tokens, hidden_size], or parts of it, or the leaves; and the pages, as `rotate_and_keep` returns them.
     """
     tokens, dim = x.plain.shape[0], config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
-    qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias)
+    qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias, min(leaves, 1))
     qkv = adapted(qkv, x.plain, layer.lora.qkv, batch)
     q, kv_pages = rotate_and_keep(
         qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
@@ -210,45 +216,48 @@ def attention(
     adapts = layer.lora.o is not None and batch.adapters is not None
     if attend is None and layer.o_scale is not None and dim == BLOCK and not adapts:
         fp8 = paged_attention_quantized(q, None, None, kv_pages, *context.arguments(config, layer, q, batch))
-        return fp8_linear(fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype), kv_pages
+        return fp8_linear(fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype, leaves=leaves), kv_pages
     mixed = (attend or context.attend)(config, layer, q, kv_pages, batch).reshape(tokens, config.num_heads * dim)
-    out = project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias)
-    return adapted(out, mixed, layer.lora.o, batch), kv_pages
+    out = project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias, leaves)
+    return adapted(out, mixed, layer.lora.o, batch, leaves), kv_pages
 
 
-def adapted(y: Tensor, x: Tensor, lora: LoraWeights | None, batch: ResolvedBatch) -> Tensor:
-    """Add each token's adapter to the product `y`, `[T, out]` or parts of it, of `x` `[T, in]`; `y` itself if neither
-    the layer nor the batch has adapters."""
+def adapted(y: Tensor, x: Tensor, lora: LoraWeights | None, batch: ResolvedBatch, leaves: int = 0) -> Tensor:
+    """Add each token's adapter to the product `y`, `[T, out]` or parts or leaves of it, of `x` `[T, in]`; `y` itself if
+    neither the layer nor the batch has adapters."""
     if lora is None or batch.adapters is None or batch.active_adapters is None:
         return y
-    return add_lora(y, x, lora.a, lora.b, batch.adapters, batch.active_adapters, lora.starts)
+    return add_lora(y, x, lora.a, lora.b, batch.adapters, batch.active_adapters, lora.starts, leaves)
 
 
-def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, x: Normed) -> Tensor:
+def feed_forward(
+    config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, x: Normed, *, leaves: int = 0
+) -> Tensor:
     """The gated block, `down(silu(gate(x)) * up(x))`, or the experts that the router chooses, each such a block.
 
     Args:
         x: [num_tokens, hidden_size], normalised.
+        leaves: into which the sum over inner columns is cut (`weft.ops.leaves`); 0: it is not.
 
     Returns:
-        [num_tokens, hidden_size], or parts of it.
+        [num_tokens, hidden_size], or parts of it; or the leaves, each of as many parts.
     """
     dtype = x.plain.dtype
     if layer.router is None or config.moe is None:
-        gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias)
+        gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias, min(leaves, 1))
         gate_up = adapted(gate_up, x.plain, layer.lora.gate_up, batch)
         if layer.down_scale is None or (layer.lora.down is not None and batch.adapters is not None):
             inner = silu_mul(gate_up, dtype)
-            down = project(Normed(inner), layer.down_proj, layer.down_scale, layer.down_bias)
-            return adapted(down, inner, layer.lora.down, batch)
+            down = project(Normed(inner), layer.down_proj, layer.down_scale, layer.down_bias, leaves)
+            return adapted(down, inner, layer.lora.down, batch, leaves)
         quantized = silu_mul_quantized(gate_up, dtype)
-        return fp8_linear(quantized, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype)
+        return fp8_linear(quantized, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype, leaves=leaves)
     weights, experts = route(linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype)
     first = 0 if config.moe.held is None else axis_index(AXIS) * config.moe.held
     return run_experts(
         x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,
         gate_up_scale=layer.gate_up_scale, down_scale=layer.down_scale, dtype=dtype,
-        first=first, num_experts=config.moe.num_experts,
+        first=first, num_experts=config.moe.num_experts, leaves=leaves,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ _CALLS = {
 """For each function of one's own, the number of its arguments by position, those by keyword, and its signature."""
 _LAYER = "(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)"
 
+LEAVES: Rule = lambda leaves: is_int(leaves, 1) and leaves & (leaves - 1) == 0, "a power of two: 1, 2, 4, 8"
 PREFIX_CACHING = ("full", "recompute", "snapshot", "none")
 """What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`)."""
 
@@ -100,6 +101,9 @@ class StageFunctions:
         beside: models by name, which read the same tokens, so that `logits` has theirs.
         batch_invariant: whether all of it runs in `weft.batch_invariant()`. Whether functions of one's own in torch's
             operators are batch invariant is for `weft.proofs.check` to say.
+        reduction_leaves: into how many leaves each sum is cut that ranks may share (`weft.ops.leaves`): a power of two,
+            and batch invariant. The bits are then the same on 1 rank and on any number that divides it. 1: they are
+            those of one number of ranks.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -115,6 +119,7 @@ class StageFunctions:
     attend: Attend | AttentionBackend | None = None
     beside: Mapping[str, Any] = attrs.field(factory=dict)
     batch_invariant: bool = False
+    reduction_leaves: int = 1
 
     @property
     def policy(self) -> str:
@@ -165,6 +170,7 @@ class StageFunctions:
             parts += [f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())]
         parts += [f"beside {name}: {model.weights}" for name, model in sorted(self.beside.items())]
         parts += ["batch invariant"] if self.batch_invariant else []
+        parts += [f"{self.reduction_leaves} reduction leaves"] if self.reduction_leaves != 1 else []
         parts += [] if self.prefix_caching is None else [f"prefix_caching={self.prefix_caching}"]
         return ", ".join(parts) or "the decoder's own"
 
@@ -190,6 +196,8 @@ def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
             changed[field.name] = {**own, **{name: x.detach().clone() for name, x in given.items()}}
         elif field.name == "batch_invariant":
             changed[field.name] = own or given
+        elif field.name == "reduction_leaves":
+            changed[field.name] = own if given == 1 else given
         elif isinstance(own, Mapping):
             changed[field.name] = {**own, **given}
         elif given is not None:
@@ -206,10 +214,10 @@ def name_of(f: Any) -> str:
 
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
     """Raise ProgramError for what is not a function, or one of another signature, for layers that the model does not
-    have, and for an `attend` that an attention of one's own does not call."""
+    have, for an `attend` that an attention of one's own does not call, and for leaves that there cannot be."""
     given = attrs.asdict(functions, recurse=False)
     given.pop("batch_invariant")
-    names = "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside"
+    names = "reduction_leaves", "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside"
     others = {name: given.pop(name) for name in names}
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
@@ -219,6 +227,7 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         ),
         f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer: layers={{0: f}}",
     )
+    rules["reduction_leaves"] = LEAVES
     rules["extras"] = _are_tensors, "a dict of the default values by name: extras={'vector': torch.zeros(hidden_size)}"
     rules["token_extras"] = (
         _are_tensors,
@@ -240,6 +249,14 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     if functions.attention is not None and functions.attend is not None:
         seen = "both attention=f and attend=g, and f takes the place of what calls g"
         raise ProgramError(call, seen, "one of them: f may call weft.stages.decoder.attention(..., attend=g)")
+    if functions.reduction_leaves == 1:
+        return
+    with_leaves = f"{call} with reduction_leaves={functions.reduction_leaves}"
+    if not functions.batch_invariant:
+        raise ProgramError(with_leaves, "a model that is not batch invariant", "batch_invariant=True, too")
+    if whole := [name for name in ("attention", "feed_forward") if getattr(functions, name) is not None]:
+        seen, instead = f"{whole[0]}=f of one's own, whose sums have no leaves", "attend=f or layers={index: f}"
+        raise ProgramError(with_leaves, seen, instead)
 
 
 def check_together(call: str, functions: StageFunctions) -> None:

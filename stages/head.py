@@ -40,17 +40,17 @@ _TOKENS_AT_ONCE = 256
 """Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
 
 
-def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
+def head(config: ModelConfig, params: DecoderParams, hidden: Tensor, leaves: int = 0) -> Tensor:
     """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer; or those of a rank's share of the
     head, [n, columns]. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
-    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
+    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head, leaves)
 
 
-def project(normed: Tensor, lm_head: Tensor) -> Tensor:
-    """`head` of hidden states [n, hidden_size] that are normalised."""
-    return sum_parts(linear(normed, lm_head), normed.dtype)
+def project(normed: Tensor, lm_head: Tensor, leaves: int = 0) -> Tensor:
+    """`head` of hidden states [n, hidden_size] that are normalised. Of 1 leaf they are the same bits for any share."""
+    return sum_parts(linear(normed, lm_head, None, leaves), normed.dtype)
 
 
 def finish(
@@ -67,6 +67,7 @@ def finish(
     captured: Mapping[str, PerToken] = NO_CAPTURES,
     beside: Mapping[str, LogitsAt] = NO_CAPTURES,
     ranks: TensorRanks | None = None,
+    leaves: int = 0,
 ) -> Output:
     """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
 
@@ -74,7 +75,7 @@ def finish(
     """
     index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
     shared = SharedRows(len(index), ranks)
-    logits = shared.exchange(head(config, params, hidden[index]))
+    logits = shared.exchange(head(config, params, hidden[index], leaves))
     index, rows = shared.own(index), shared.own(rows)
     if change is not None:
         count = 1 if where is None else where.shape[1]
@@ -90,8 +91,9 @@ def finish(
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured, beside)
-        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed, ranks)
-    sampled = (ids, logprobs, shared.gather(logits).float() if keep_logits else None, *(more or [None] * 3))
+        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed, ranks, leaves)
+    several: list[Tensor | None] = [*more] or [None] * 3
+    sampled: tuple[Any, ...] = (ids, logprobs, shared.gather(logits).float() if keep_logits else None, *several)
     if where is not None:
         sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
     return Output(*sampled, *prompt)
@@ -214,6 +216,7 @@ def prompt_logprobs(
     count: int,
     changed: Callable[[Tensor, int], Tensor] | None = None,
     ranks: TensorRanks | None = None,
+    leaves: int = 0,
 ) -> tuple[Tensor, ...]:
     """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
 
@@ -222,7 +225,7 @@ def prompt_logprobs(
         lm_head: [vocab_size, hidden_size], or a rank's share of its rows.
         targets: [num_tokens] int64.
         changed: `(logits, start)`: a change of the logits of the tokens from `start` on.
-        ranks: those that have a share of the head each.
+        ranks, leaves: as `project` takes them.
 
     Returns:
         [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first; the targets' ranks [num_tokens]
@@ -231,7 +234,7 @@ def prompt_logprobs(
     parts: list[tuple[Tensor, ...]] = []
     for states, whole in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
         shared = SharedRows(len(states), ranks)
-        logits, wanted = shared.exchange(project(states, lm_head)), shared.own(whole)[:, None]
+        logits, wanted = shared.exchange(project(states, lm_head, leaves)), shared.own(whole)[:, None]
         if changed is not None:
             logits = changed(logits, sum(len(own) for own, *_ in parts) + shared.first)
         ids = _likeliest(logits, count)

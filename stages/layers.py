@@ -14,8 +14,10 @@ from torch import Tensor
 
 from weft.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
+from weft.ops.leaves import sum_leaves
 from weft.ops.norm import add_parts
 from weft.ops.parts import sum_parts
+from weft.ops.transfers.collective import axis_size
 from weft.stages.attention import context
 from weft.stages.config import ModelConfig
 from weft.stages.functions import (
@@ -42,16 +44,28 @@ class Blocks:
     What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the first is a sum over
     heads, and the second over inner columns, or experts: with the parameters of a part of these, it is a part of the
     sum, which `ranks` complete. That holds for functions of one's own, too: of experts, a rank may have some alone.
+    With `reduction_leaves` it is cut into leaves (`weft.ops.leaves`), of which each rank has as many.
     """
 
     norm: Callable[..., tuple[Normed, Tensor]]
     attention: Callable[..., tuple[Tensor, Tensor]]
     feed_forward: Callable[..., Tensor]
     ranks: TensorRanks | None = None
+    reduction_leaves: int = 1
+
+    @property
+    def leaves(self) -> int:
+        """The leaves of this rank's blocks; 0: they are not cut."""
+        if self.reduction_leaves == 1:
+            return 0
+        return self.reduction_leaves // (1 if self.ranks is None else axis_size(self.ranks.axis))
 
     def total(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """The sum over the ranks of a block's result, which is added to the hidden states."""
-        return added if self.ranks is None else self.ranks.total(sum_parts(added, hidden.dtype))
+        """The sum over the ranks of a block's result, which is added to the hidden states; of leaves in float32."""
+        own = sum_leaves(added, self.leaves) if self.leaves else added
+        if self.ranks is None:
+            return own
+        return self.ranks.total(own if self.leaves else sum_parts(own, hidden.dtype))
 
 
 def run_layers(
@@ -121,7 +135,7 @@ def _attend(
     x, hidden = norm(layer.input_layernorm, added, hidden, quantized=layer.qkv_scale is not None)
     if functions.attention is None:
         own = None if functions.attend is None else functools.partial(_own_attend, functions.attend)
-        added, pages = blocks.attention(config, layer, kv_pages, batch, tables, x, attend=own)
+        added, pages = blocks.attention(config, layer, kv_pages, batch, tables, x, attend=own, leaves=blocks.leaves)
     else:
         with blamed_on("attention", batch):
             added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
@@ -142,7 +156,7 @@ def _feed(
     norm = functools.partial(_norm, config, blocks, functions, batch)
     x, hidden = norm(layer.post_attention_layernorm, added, hidden, quantized=layer.gate_up_scale is not None)
     if functions.feed_forward is None:
-        added = blocks.feed_forward(config, layer, batch, x)
+        added = blocks.feed_forward(config, layer, batch, x, leaves=blocks.leaves)
     else:
         with blamed_on("feed_forward", batch):
             added = check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden)

@@ -40,7 +40,7 @@ from weft.stages.functions import (
 from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes
-from weft.stages.shares import AXIS, TensorRanks, share_config
+from weft.stages.shares import AXIS, TensorRanks, check_leaves, share_config
 from weft.stages.sown import SownNames
 from weft.trees import OF_THIS_PROCESS
 
@@ -163,6 +163,7 @@ class Model:
         attend: Attend | AttentionBackend | None = None,
         beside: Mapping[str, "Model"] | None = None,
         batch_invariant: bool = False,
+        reduction_leaves: int = 1,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
@@ -195,8 +196,10 @@ class Model:
                 prefixes.
             batch_invariant: run in `weft.batch_invariant()`, as a model from `weft.load` with the same argument does.
                 False: as this model does. Functions of your own have to be batch invariant themselves.
+            reduction_leaves: as `weft.load` takes it; 1: as this model does.
 
         Raises:
+            ConfigError: the model's sums have no such leaves.
             ProgramError: one of them is not a function, the model has no such layer, or captures or carries lack tokens
                 under that `prefix_caching`.
 
@@ -217,10 +220,11 @@ class Model:
         tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
         tensors |= {"token_extras": token_extras or {}, "beside": beside or {}}
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
-        new = attrs.evolve(new, batch_invariant=batch_invariant)
         check_functions(call, new, self.config.num_layers)
-        functions = updated(self.functions, new)
+        exact = attrs.evolve(new, batch_invariant=batch_invariant, reduction_leaves=reduction_leaves)
+        functions = updated(self.functions, exact)
         check_functions(call, functions, self.config.num_layers)
+        check_leaves(call, self.config, functions.reduction_leaves, self.shard[1])
         check_beside(call, self, functions.beside)
         for model, attend in ((self, functions.attend), *((m, m.functions.attend) for m in functions.beside.values())):
             if isinstance(attend, AttentionBackend):
@@ -272,7 +276,8 @@ class Model:
             raise ProgramError(call, f"hidden states {seen}", f"a tensor [..., {size}]")
         flat = hidden.reshape(-1, size).to(self.device, self.dtype)
         with invariant(self.functions.batch_invariant or is_batch_invariant()):
-            return head(self.config, self.params, flat).reshape(*hidden.shape[:-1], -1)
+            is_cut = self.functions.reduction_leaves > 1
+            return head(self.config, self.params, flat, leaves=int(is_cut)).reshape(*hidden.shape[:-1], -1)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.

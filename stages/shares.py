@@ -81,6 +81,28 @@ def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> Moe
     raise ConfigError(call, f"{seen}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works)
 
 
+def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1) -> None:
+    """Raise ConfigError for sums that cannot be cut evenly into leaves, or leaves that ranks cannot share evenly."""
+    unit = leaves * (1 if config.fp8 is None or leaves == 1 else BLOCK)
+    sizes = {f"{config.num_heads} heads of head_dim={config.head_dim}": config.num_heads * config.head_dim}
+    sizes |= {f"{name}={size}": size for name, size in _inner_sizes(config).items()}
+    if uneven := next((name for name, size in sizes.items() if size % unit), None):
+        in_fp8 = f" times {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
+        instead = f"reduction_leaves of which the columns are a multiple{in_fp8}; or 1, for one number of ranks"
+        raise ConfigError(f"{call} with reduction_leaves={leaves}", uneven, instead)
+    if leaves > 1 and leaves % num_ranks:
+        instead = f"a number of ranks that divides {leaves}, or more leaves"
+        raise ConfigError(f"{call} with reduction_leaves={leaves}", f"{num_ranks} ranks", instead)
+
+
+def _inner_sizes(config: ModelConfig) -> dict[str, int]:
+    """The inner columns of the feed-forward blocks, by the name in the configuration."""
+    sizes = {} if config.moe is None else {"moe_intermediate_size": config.moe.inner}
+    if config.moe is None or any(not config.moe.is_sparse(i) for i in range(config.num_layers)):
+        sizes["intermediate_size"] = config.intermediate_size
+    return sizes
+
+
 def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None:
     """Raise ConfigError for heads whose blocks of FP8, which have one scale each, would be on two ranks."""
     counts = {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
@@ -123,8 +145,8 @@ def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -
     for place, (part, mine) in enumerate(zip(whole.parts[first : first + count], own.parts, strict=True)):
         at = kv_rank if name.startswith("qkv") and place > 0 else rank
         offset = tuple(at * size if size < all_ else 0 for size, all_ in zip(mine.shape, part.shape, strict=True))
-        cut = {} if mine.shape == part.shape else {"stored": part.shape, "offset": offset}
-        parts.append(attrs.evolve(mine, name=part.name, **cut))
+        mine = attrs.evolve(mine, name=part.name)
+        parts.append(mine if mine.shape == part.shape else attrs.evolve(mine, stored=part.shape, offset=offset))
     return attrs.evolve(own, parts=tuple(parts))
 
 

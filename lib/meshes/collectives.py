@@ -157,7 +157,8 @@ def cut(effect: Collective, x: Tensor) -> Tensor:
     match effect:
         case ReduceScatter(dim=dim) | AllToAll(split_dim=dim):
             dim %= x.ndim
-            return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0)
+            parts: Tensor = x.unflatten(dim, (count, x.shape[dim] // count))
+            return parts.movedim(dim, 0)
         case _:
             return x.expand(count, *x.shape)
 

@@ -85,7 +85,7 @@ def multiply(
     w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
     acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
     for k in range(low, high, COLUMNS):
-        inside = (k + step < columns)[None, :]
+        inside = (k + step < high)[None, :]
         w = tl.load(w_rows + k) if EVEN else tl.load(w_rows + k, mask=inside, other=0.0)
         a = tl.load(x_rows + k, mask=live[:, None] if EVEN else live[:, None] & inside, other=0.0)
         if FP8:

@@ -6,15 +6,20 @@ from torch.nn import functional as F
 
 from weft.errors import DescriptorError
 from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, ceil_blocks, dequantize, dequantize_weight, reference_quantize
+from weft.ops.parts import widened
 from weft.ops.register import operator
-from weft.ops.tiles import linear_parts
+from weft.ops.tiles import leaf_columns, linear_parts
 
 _BLOCK_TOKENS = 16
 
 
-def _empty_product(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool, batch_invariant: bool) -> Tensor:
-    """An empty result: parts where the CUDA implementation splits the product."""
+def _empty_product(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool, leaves: int, batch_invariant: bool
+) -> Tensor:
+    """An empty result: parts where the CUDA implementation splits the product, and leaves."""
     (tokens, columns), rows = x.shape, weight.shape[0]
+    if leaves:
+        return x.new_empty((leaves, tokens, rows), dtype=torch.float32)
     fp8 = weight.dtype == torch.float8_e4m3fn
     parts = linear_parts(tokens, rows, columns, fp8, batch_invariant) if x.device.type == "cuda" and split else 1
     if parts == 1:
@@ -24,21 +29,38 @@ def _empty_product(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool, b
 
 @operator(
     kernel="weft.ops.linear_triton:linear",
-    fake=lambda x, weight, batch_invariant=False: _empty_product(x, weight, x.dtype, x.itemsize == 2, batch_invariant),
+    fake=lambda x, weight, leaves, batch_invariant=False: _empty_product(
+        x, weight, x.dtype, x.itemsize == 2, leaves, batch_invariant
+    ),
 )
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, leaves: int = 0, batch_invariant: bool = False
+) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
         x: `[T, K]`.
         weight: `[N, K]`, of x's dtype.
         bias: `[N]`.
+        leaves: into which K is cut evenly, each summed in an order that neither N nor the others choose
+            (`weft.ops.leaves`); 0: the sum has any order. The bias is part of the first one.
 
     Returns:
-        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`). S follows from the shapes, the
-        dtype and the device.
+        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`). S is the number of leaves, or
+        follows from the shapes, the dtype and the device.
+
+    Raises:
+        DescriptorError: K is no multiple of the leaves.
     """
-    return multiply(x, weight, bias, batch_invariant)
+    return multiply(x, weight, bias, batch_invariant) if not leaves else _multiply_leaves(x, weight, bias, leaves)
+
+
+def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:
+    """The leaves `[leaves, T, N]` of a product, in float32, batch invariant in any case."""
+    share = leaf_columns(x.shape[1], leaves)
+    pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
+    made = torch.stack([multiply(widened(own), widened(columns).contiguous(), None, True) for own, columns in pairs])
+    return made if bias is None else torch.cat((made[:1] + widened(bias), made[1:]))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
@@ -55,7 +77,13 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bo
 
 
 def fp8_linear(
-    x: Tensor | Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype
+    x: Tensor | Quantized,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    leaves: int = 0,
 ) -> Tensor:
     """`x @ weight.T + bias`, both in FP8; products in float32, each block of 128 columns scaled before it is added.
 
@@ -65,12 +93,13 @@ def fp8_linear(
         scale: `[ceil(N / 128), ceil(K / 128)]` float32.
         bias: `[N]`.
         dtype: of the result.
+        leaves: as of `linear`, each of a multiple of 128 columns.
 
     Returns:
         `[T, N]` of `dtype`, or float32 parts of it `[S, T, N]`, as by `linear`.
 
     Raises:
-        DescriptorError: shapes or dtypes contradict each other.
+        DescriptorError: shapes or dtypes contradict each other, or K has no such leaves.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     columns, rows = values.shape[1], weight.shape[0]
@@ -79,13 +108,14 @@ def fp8_linear(
         seen = f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside {columns} columns"
         instead = f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
         raise DescriptorError("fp8_linear(x, weight, scale)", seen, instead)
-    return _fp8_linear(values, scales, weight, scale, bias, dtype)
+    leaf_columns(columns, leaves, BLOCK)
+    return _fp8_linear(values, scales, weight, scale, bias, dtype, leaves)
 
 
 @operator(
     kernel="weft.ops.linear_triton:fp8_linear",
-    fake=lambda values, weight, dtype, batch_invariant=False: _empty_product(
-        values, weight, dtype, True, batch_invariant
+    fake=lambda values, weight, dtype, leaves, batch_invariant=False: _empty_product(
+        values, weight, dtype, True, leaves, batch_invariant
     ),
     no_derivative=ROUNDED,
 )
@@ -96,9 +126,12 @@ def _fp8_linear(
     scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
+    leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised."""
     x = Quantized(*reference_quantize(values)) if scales is None else Quantized(values, scales)
+    if leaves:
+        return _multiply_leaves(dequantize(x), dequantize_weight(weight, scale), bias, leaves)
     out = multiply(dequantize(x), dequantize_weight(weight, scale), None, batch_invariant)
     return (out if bias is None else out + bias.float()).to(dtype)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from weft.ops.blocks_triton import multiply
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
-from weft.ops.tiles import Tile, cdiv, linear_tile, segment_columns
+from weft.ops.tiles import Tile, cdiv, leaf_columns, linear_tile, segment_columns
 
 _WIDE = Tile(64, 64, 32, 4, 2)
 """The tile of batch-invariant products in float32."""
@@ -77,8 +77,11 @@ def _linear_kernel(
         tl.store(place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < rows)[None, :])
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batch_invariant: bool = False) -> Tensor:
     """`weft::linear`."""
+    if leaves:
+        own = linear_tile(x.shape[0], *weight.shape, False, batch_invariant=True) if x.itemsize == 2 else None
+        return run_tile(x, None, weight, None, bias, x.dtype, own or _WIDE, leaves)
     tile = linear_tile(x.shape[0], *weight.shape, False, batch_invariant) if x.itemsize == 2 else None
     if batch_invariant and tile is None:
         tile = _WIDE
@@ -160,14 +163,15 @@ def fp8_linear(
     scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
+    leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """`weft::fp8_linear`."""
-    tile = linear_tile(values.shape[0], *weight.shape, True, batch_invariant)
+    tile = linear_tile(values.shape[0], *weight.shape, True, batch_invariant or leaves > 0)
     assert tile is not None, "torch has no such product"
     if scales is None:
         values, scales = quantize(values)
-    return run_tile(values, scales, weight, scale, bias, dtype, tile)
+    return run_tile(values, scales, weight, scale, bias, dtype, tile, leaves)
 
 
 def run_tile(
@@ -178,25 +182,30 @@ def run_tile(
     bias: Tensor | None,
     dtype: torch.dtype,
     tile: Tile,
+    leaves: int = 0,
 ) -> Tensor:
-    """A linear layer with this tile, in FP8 if the weights and x have scales."""
+    """A linear layer with this tile, in FP8 if the weights and x have scales; its parts are leaves, if there are
+    some."""
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
-    if tile.segments > 1:
+    if leaves:
+        share, parts, segments = leaf_columns(columns, leaves), leaves, 1
+    elif tile.segments > 1:
         share = segment_columns(columns, tile.segments)
         parts, segments = tile.parts, tile.segments // tile.parts
     else:
         share = cdiv(cdiv(columns, tile.columns), tile.parts) * tile.columns
         parts, segments = cdiv(columns, share), 1
-    shape = (tokens, rows) if parts == 1 else (parts, tokens, rows)
-    out = x.new_empty(shape, dtype=dtype if parts == 1 else torch.float32)
+    is_whole, even = parts == 1 and not leaves, (share if leaves else columns) % tile.columns == 0
+    shape = (tokens, rows) if is_whole else (parts, tokens, rows)
+    out = x.new_empty(shape, dtype=dtype if is_whole else torch.float32)
     token_tiles = cdiv(tokens, tile.tokens)
     with torch.cuda.device_of(x):
         if tokens:
             _linear_kernel[(cdiv(rows, tile.rows), token_tiles, parts)](
                 x.contiguous(), out if x_scales is None else x_scales, weight, out if scale is None else scale,
                 out if bias is None else bias, out, tokens, rows, columns, share,
-                FP8=fp8, BIAS=bias is not None, EVEN=columns % tile.columns == 0,
+                FP8=fp8, BIAS=bias is not None, EVEN=even,
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64, SEGMENTS=segments,
                 GROUP=_GROUP if token_tiles > 2 else 1, num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip

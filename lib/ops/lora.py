@@ -8,40 +8,69 @@ from torch import Tensor
 
 from weft.errors import DescriptorError
 from weft.ops.linear import multiply
-from weft.ops.parts import sum_parts, widened
+from weft.ops.parts import num_parts, sum_parts, widened
 from weft.ops.register import operator
+from weft.ops.tiles import leaf_columns
 
 
-def _check(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: Sequence[int]) -> None:
+def _check(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    active: Tensor,
+    starts: Sequence[int],
+    leaves: int = 0,
+) -> None:
     (tokens, columns), (num_slots, pairs, rank, _) = x.shape, a.shape
     wanted = (y.shape[-2:], a.shape, b.shape, slots.shape, len(starts), starts[0], starts[-1])
     rows = b.shape[1]
     if wanted != (
         (tokens, rows), (num_slots, pairs, rank, columns), (num_slots, rows, rank), (tokens,), pairs + 1, 0, rows,
-    ) or not x.dtype == a.dtype == b.dtype:  # fmt: skip
+    ) or not x.dtype == a.dtype == b.dtype or (leaves and num_parts(y) != leaves):  # fmt: skip
         shapes = ", ".join(f"{name} {list(t.shape)} {t.dtype}" for name, t in (("y", y), ("x", x), ("a", a), ("b", b)))
         seen = f"{shapes}, slots {list(slots.shape)}"
         instead = "y [T, N], x [T, K], a [L, P, R, K], b [L, N, R], slots [T], P + 1 starts from 0 to N, one dtype"
+        instead += f"; y [{leaves}, T, N]" * bool(leaves)
         raise DescriptorError(f"add_lora(y, x, a, b, slots, active, {starts})", seen, instead)
+    leaf_columns(columns, leaves)
 
 
 def functional_add_lora(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: Sequence[int]
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    active: Tensor,
+    starts: Sequence[int],
+    leaves: int = 0,
 ) -> Tensor:
     """`add_lora` without a read on the host: every slot multiplies all tokens, and only its own keep the result."""
-    total, wide = widened(sum_parts(y, x.dtype)), widened(x)
+    if leaves:
+        own = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
+        given = b, slots, active, starts
+        return torch.stack([_add_to_all(widened(part), left, right, *given) for part, left, right in own])
+    return _add_to_all(widened(sum_parts(y, x.dtype)), x, a, b, slots, active, starts).to(x.dtype)
+
+
+def _add_to_all(
+    total: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: Sequence[int]
+) -> Tensor:
+    wide = widened(x)
     for slot in range(a.shape[0]):
         low = [(wide @ widened(a[slot, pair]).T).to(x.dtype) for pair in range(a.shape[1])]
         parts = zip(low, pairwise(starts), strict=True)
         added = torch.cat([widened(part) @ widened(b[slot, start:end]).T for part, (start, end) in parts], -1)
         mine = (slots == slot) & (active == slot).any()
         total = total + torch.where(mine[:, None], added, 0)
-    return total.to(x.dtype)
+    return total
 
 
 @operator(
     kernel="weft.ops.lora_triton:add_lora",
-    fake=lambda y, x: x.new_empty(y.shape[-2:]),
+    fake=lambda y, x, leaves: torch.empty_like(y) if leaves else x.new_empty(y.shape[-2:]),
     functional=functional_add_lora,
     check=_check,
 )
@@ -53,6 +82,7 @@ def add_lora(
     slots: Tensor,
     active: Tensor,
     starts: Sequence[int],
+    leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; `y[t]` where s is not an active slot.
@@ -69,17 +99,36 @@ def add_lora(
         slots: `[T]` int32; -1: none.
         active: `[n]` int32, the slots that occur in `slots`, each once, and -1.
         starts: P + 1 columns of y: the first column of each pair, and N.
+        leaves: into which K is cut evenly, when y is the leaves of a product of x (`weft.ops.leaves`); each gets what
+            its own columns give. 0: K is not cut.
 
     Returns:
-        `[T, N]` of x's dtype.
+        `[T, N]` of x's dtype, or the leaves `[leaves, T, N]` float32.
 
     Raises:
-        DescriptorError: shapes or dtypes contradict each other.
+        DescriptorError: shapes or dtypes contradict each other, or K has no such leaves.
     """
-    total = sum_parts(y, x.dtype).to(torch.float32, copy=True)
+    if leaves:
+        own = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
+        return torch.stack([_add(part, left, right, b, slots, active, starts, True) for part, left, right in own])
+    return _add(sum_parts(y, x.dtype), x, a, b, slots, active, starts, batch_invariant).to(x.dtype)
+
+
+def _add(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    active: Tensor,
+    starts: Sequence[int],
+    batch_invariant: bool,
+) -> Tensor:
+    """The sum, in float32."""
+    total = y.to(torch.float32, copy=True)
     for slot in active[active >= 0].tolist():
         mine = (slots == slot).nonzero()[:, 0]
         for pair, (start, end) in enumerate(pairwise(starts)):
             low = multiply(x[mine].float(), a[slot, pair].float(), None, batch_invariant).to(x.dtype)
             total[mine, start:end] += multiply(low.float(), b[slot, start:end].float(), None, batch_invariant)
-    return total.to(x.dtype)
+    return total

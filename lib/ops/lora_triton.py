@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.parts import num_parts
-from weft.ops.tiles import cdiv, power_of_two
+from weft.ops.tiles import cdiv, leaf_columns, power_of_two
 
 _TOKENS, _ROWS, _COLUMNS = 16, 64, 128
 _MOST_RANK = 64
@@ -42,10 +42,11 @@ def _shrink_kernel(
         acc = tl.zeros([TOKENS, RANKS], tl.float32)
         x_rows = x + t.to(tl.int64)[:, None] * columns
         a_rows = a + slot.to(tl.int64) * ranks * columns + r[:, None] * columns
-        for k in range(split * share, tl.minimum((split + 1) * share, columns), COLUMNS):
+        end = tl.minimum((split + 1) * share, columns)
+        for k in range(split * share, end, COLUMNS):
             c = (k + tl.arange(0, COLUMNS))[None, :]
-            left = tl.load(x_rows + c, mask=mine[:, None] & (c < columns), other=0.0)
-            right = tl.load(a_rows + c, mask=(r < ranks)[:, None] & (c < columns), other=0.0)
+            left = tl.load(x_rows + c, mask=mine[:, None] & (c < end), other=0.0)
+            right = tl.load(a_rows + c, mask=(r < ranks)[:, None] & (c < end), other=0.0)
             acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
         place = low + (split.to(tl.int64) * tokens + t[:, None]) * ranks + r[None, :]
         tl.store(place, acc, mask=mine[:, None] & (r < ranks)[None, :])
@@ -58,6 +59,7 @@ def _expand_kernel(
 ):  # fmt: skip
     begin()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    leaf = tl.program_id(2)
     pair = tl.program_id(1) // blocks
     start = tl.where(pair == 0, 0, tl.where(pair == 1, start1, start2))
     end = tl.where(pair == pairs - 1, rows, tl.where(pair == 0, start1, start2))
@@ -73,13 +75,13 @@ def _expand_kernel(
                 r = (first + tl.arange(0, RANKS))[None, :]
                 places = low + t.to(tl.int64)[:, None] * pairs * rank + pair * rank + r
                 left = tl.zeros([TOKENS, RANKS], tl.float32)
-                for split in range(splits):
+                for split in range(leaf * splits, (leaf + 1) * splits):
                     more = places + tl.cast(split, tl.int64) * tokens * pairs * rank
                     left += tl.load(more, mask=mine[:, None] & (r < rank), other=0.0)
                 b_rows = b + (slot.to(tl.int64) * rows + n[:, None]) * rank
                 right = tl.load(b_rows + r, mask=(n < end)[:, None] & (r < rank), other=0.0)
                 delta = tl.dot(left.to(right.dtype), tl.trans(right), delta, input_precision="ieee")
-    place = t.to(tl.int64)[:, None] * rows + n[None, :]
+    place = (leaf.to(tl.int64) * tokens + t[:, None]) * rows + n[None, :]
     total = load_sum(y, place, inside, tokens * rows, PARTS, TYPE) + delta
     tl.store(out + place, total.to(TYPE), mask=inside)
 
@@ -92,13 +94,14 @@ def add_lora(
     slots: Tensor,
     active: Tensor,
     starts: list[int],
+    leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """`weft::add_lora`, which is batch invariant in any case."""
     (tokens, columns), (_, pairs, rank, _), rows = x.shape, a.shape, b.shape[1]
     assert pairs <= 3, "no more linear layers than three are one product"
-    out = x.new_empty((tokens, rows))
-    share = cdiv(min(_SHARE, columns), _COLUMNS) * _COLUMNS
+    out = x.new_empty((leaves, tokens, rows), dtype=torch.float32) if leaves else x.new_empty((tokens, rows))
+    share = leaf_columns(columns, leaves) if leaves else cdiv(min(_SHARE, columns), _COLUMNS) * _COLUMNS
     splits, num_active = cdiv(columns, share), active.shape[0]
     low = x.new_empty((splits, tokens, pairs * rank), dtype=torch.float32)
     token_blocks, ranks = cdiv(tokens, _TOKENS), max(16, min(power_of_two(rank), _MOST_RANK))
@@ -110,10 +113,10 @@ def add_lora(
                 TOKENS=_TOKENS, RANKS=ranks, COLUMNS=_COLUMNS, num_warps=4, **early(x),
             )  # fmt: skip
         if tokens:
-            _expand_kernel[(token_blocks, pairs * blocks)](
-                y.contiguous(), low, b, slots, active, out, tokens, rows, rank, pairs, splits, num_active,
-                *(*starts[1:-1], 0, 0)[:2], blocks,
-                PARTS=num_parts(y), TYPE=TRITON_DTYPES[x.dtype],
+            _expand_kernel[(token_blocks, pairs * blocks, max(leaves, 1))](
+                y.contiguous(), low, b, slots, active, out, tokens, rows, rank, pairs, splits // max(leaves, 1),
+                num_active, *(*starts[1:-1], 0, 0)[:2], blocks,
+                PARTS=0 if leaves else num_parts(y), TYPE=TRITON_DTYPES[out.dtype],
                 TOKENS=_TOKENS, RANKS=ranks, ROWS=_ROWS, num_warps=4, **early(x),
             )  # fmt: skip
     return out

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import attrs
 
+from weft.errors import DescriptorError
+
 MEASURED = Path(__file__).parent / "tiles.json"
 """Lists of `{"tokens": the most tokens, "tile": the fields of a Tile, or null for torch's own product}`, by product."""
 
@@ -134,6 +136,18 @@ def linear_segments(rows: int, columns: int, fp8: bool) -> int:
 def segment_columns(columns: int, segments: int) -> int:
     """The columns of a segment, a multiple of every tile's."""
     return cdiv(cdiv(columns, 128), segments) * 128
+
+
+def leaf_columns(columns: int, leaves: int, multiple: int = 1) -> int:
+    """The columns of each of the equal leaves of a product; 0 leaves: all of them.
+
+    Raises:
+        DescriptorError: there are no such leaves, or they are no multiples.
+    """
+    if columns % (leaves * multiple if leaves > 1 else 1):
+        instead = f"a number of leaves whose columns are {'whole' if multiple == 1 else f'a multiple of {multiple}'}"
+        raise DescriptorError(f"a product with leaves={leaves}", f"{columns} columns", instead)
+    return columns // max(leaves, 1)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -208,7 +208,7 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
 
     def call(i: int) -> Tensor:
         (up, up_scale), (down, down_scale) = first[i % copies], second[i % copies]
-        scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+        scales: dict[str, Any] = {"gate_up_scale": up_scale, "down_scale": down_scale}
         return products.run_experts(x, up, down, *routes[i], **scales, dtype=make.dtype)
 
     def expected() -> Tensor:

@@ -146,10 +146,10 @@ def _renormalised_here(*args: Any, first: int, num_experts: int, **options: Any)
 
 def _twice(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
     """A rank takes the first expert of the next one for its last, too."""
-    *given, experts = args
-    end = first + len(given[1])
+    x, gate_up, down, weights, experts = args
+    end = first + len(gate_up)
     mistaken = torch.where(experts == end, end - 1, experts)
-    return run_experts(*given, mistaken, first=first, num_experts=num_experts, **options)
+    return run_experts(x, gate_up, down, weights, mistaken, first=first, num_experts=num_experts, **options)
 
 
 def _experts_of_the_first(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:

@@ -18,11 +18,11 @@ from weft.stages.choices import (
     pick_dtype,
     pick_experts,
     pick_kv_dtype,
+    pick_leaves,
     pick_shard,
     pick_stage,
 )
 from weft.stages.functions import (
-    OWN,
     StageFunctions,
 )  # fmt: skip
 from weft.stages.layout import split_model
@@ -47,6 +47,7 @@ def load(
     attention: str | AttentionBackend = "auto",
     kv_dtype: torch.dtype | str | None = None,
     batch_invariant: bool = False,
+    reduction_leaves: int = 1,
 ) -> Model:
     """Load a checkpoint: a folder as Hugging Face writes it, with config.json, *.safetensors, and tokenizer.json if
     there is one; or a .gguf (`pip install 'weft[gguf]'`).
@@ -77,14 +78,19 @@ def load(
             the seed alone, on one type of device, one build and one way to share layers: not on the other requests, the
             chunks of a prompt, padding, the graph mode, the pipeline or speculation (`weft.batch_invariant`). On H100s
             it had 87 to 103 % of the speed, and 78 % for the prompts of a small model.
+        reduction_leaves: a power of two, such as 4: batch invariant, the bits are then the same on 1 rank and on any
+            number of ranks that share the layers and divides it, since each sum that ranks may share is a balanced tree
+            over so many leaves, in float32 (as TBIK, arXiv 2511.17826, does). They are other bits than those of 1,
+            which hold for one number of ranks.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
             the configuration says.
-        ConfigError: the configuration has a field that weft does not support, or the ranks cannot share the layers.
+        ConfigError: the configuration has a field that weft does not support, the ranks cannot share the layers, or
+            sums cannot be cut into such leaves.
         DeviceError: this machine has no such device.
         ProgramError: the model has no stage of this index, or the attention no cache of this dtype.
-        RequestError: not a path, or a dtype that no decoder runs in.
+        RequestError: not a path, a dtype that no decoder runs in, or leaves of a model that is not batch invariant.
 
     >>> load("demo", "cpu").config.architecture
     'Qwen3ForCausalLM'
@@ -100,8 +106,8 @@ def load(
     layout = split_model(config, num_stages)[index]
     kept = pick_kv_dtype(kv_dtype, call=call)
     backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)
-    is_plain = backend is None and not batch_invariant
-    functions = OWN if is_plain else StageFunctions(attend=backend, batch_invariant=batch_invariant)
+    leaves = pick_leaves(reduction_leaves, config, batch_invariant, share[1], call=call)
+    functions = StageFunctions(attend=backend, batch_invariant=batch_invariant, reduction_leaves=leaves)
     tokenizer, template = checkpoint.read_tokenizer(call, strict), checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:

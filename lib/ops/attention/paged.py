@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.errors import DescriptorError, DeviceError
@@ -18,6 +19,8 @@ _INT32 = (torch.int32,)
 
 # The reference attends this many queries at a time, so that a long prompt's scores need memory linear in its length.
 _QUERY_BLOCK = 256
+_PADDED = 16
+"""The rows and columns of batch-invariant products are multiples of it."""
 
 
 def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any, block: int = 0) -> None:
@@ -229,19 +232,26 @@ def _attend(
     """Fill the span's rows of `out` by softmax attention in float32, a block of queries at a time.
 
     The request alone determines the shapes below, and everything is in new memory (scaling copies q, indexing copies
-    the pages). So alignment, on which the matrix products may depend, is the same in every batch.
+    the pages). So alignment, on which the matrix products may depend, is the same in every batch. One query at a time,
+    the rows and columns of the products are padded, so that the number of its heads, of which a rank may have some,
+    chooses no other product.
     """
     page_size, kv_heads = kv_pages.shape[2:4]
     for start in range(span.start, span.end, block):
         end = min(start + block, span.end)
         length = span.past + end - span.start
         history = kv_pages.index_select(1, pages[: -(-length // page_size)]).flatten(1, 2)[:, :length].float()
+        rows = _by_kv_head(q[start:end].float() * scale, kv_heads)
+        num_rows, dim = rows.shape[1:]
+        if block == 1:
+            history = F.pad(history, (0, -dim % _PADDED))
+            rows = F.pad(rows, (0, -dim % _PADDED, 0, -num_rows % _PADDED))
         keys, values = history.transpose(1, 2)
-        scores = torch.bmm(_by_kv_head(q[start:end].float() * scale, kv_heads), keys.transpose(1, 2))
+        scores = torch.bmm(rows, keys.transpose(1, 2))
         if end - start > 1 or 0 < window < length:
             scores = _masked(scores, end - start, window)
-        weighted = torch.bmm(torch.softmax(scores, dim=-1), values)
-        out[start:end] = weighted.view(kv_heads, end - start, -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
+        weighted = torch.bmm(torch.softmax(scores, dim=-1), values)[:, :num_rows, :dim]
+        out[start:end] = weighted.reshape(kv_heads, end - start, -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
 
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:

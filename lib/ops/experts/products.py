@@ -9,6 +9,7 @@ from weft.ops.gate import functional_gated, gated
 from weft.ops.linear import multiply
 from weft.ops.parts import widened
 from weft.ops.register import operator, without_derivative
+from weft.ops.tiles import leaf_columns
 
 
 def run_experts(
@@ -23,6 +24,7 @@ def run_experts(
     dtype: torch.dtype,
     first: int = 0,
     num_experts: int | None = None,
+    leaves: int = 0,
 ) -> Tensor:
     """`weight * down(silu(gate(x)) * up(x))` of each token and each of its experts, still to be added up.
 
@@ -41,13 +43,15 @@ def run_experts(
             float32, of weights in FP8; then I is a multiple of 128.
         first: the expert, of all, that `gate_up[0]` and `down[0]` are of.
         num_experts: all of them, from which `route` chose; None: E.
+        leaves: into which I is cut evenly on the way down (`weft.ops.leaves`), in FP8 at multiples of 128; 0: not cut.
 
     Returns:
-        Parts (`weft.ops.parts`) `[top_k, T, H]` of `dtype`.
+        Parts (`weft.ops.parts`) `[top_k, T, H]` of `dtype`; or `[leaves * top_k, T, H]` float32, those of a leaf one
+        after another.
 
     Raises:
         DescriptorError: shapes contradict each other, only one of x and the two weights is in FP8, or there are fewer
-            experts in all.
+            experts in all; or I has no such leaves.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     (held, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
@@ -64,7 +68,9 @@ def run_experts(
     if not 0 <= first <= every - held:
         seen = f"the weights of {held} experts from number {first} on, of {every}"
         raise DescriptorError("run_experts(x, gate_up, down, …)", seen, f"first from 0 to {every - held}")
-    return _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, every)
+    leaf_columns(inner, leaves, 1 if scales is None else BLOCK)
+    operands = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
+    return _run_experts(*operands, first, every, leaves)
 
 
 def functional_run_experts(
@@ -79,26 +85,40 @@ def functional_run_experts(
     dtype: torch.dtype,
     first: int,
     num_experts: int,
+    leaves: int = 0,
 ) -> Tensor:
     """`_run_experts` without a read on the host: every expert multiplies all tokens, and only those that chose it keep
     the result."""
     if scales is not None:
         in_fp8 = without_derivative("run_experts", ROUNDED, _run_experts.reference)
-        given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, num_experts
-        made: Tensor = in_fp8(*given)
+        given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
+        made: Tensor = in_fp8(*given, first, num_experts, leaves)
         return made
-    x, out = widened(values), torch.zeros_like(values, dtype=dtype).expand(experts.shape[1], -1, -1)
+    x, kind, count = widened(values), _kind(dtype, leaves), max(leaves, 1)
+    out = torch.zeros_like(values, dtype=kind).expand(count, experts.shape[1], -1, -1)
     for expert in range(gate_up.shape[0]):
         gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)
-        product = widened(functional_gated(gate, up, dtype)) @ widened(down[expert]).T
+        middle, columns = widened(functional_gated(gate, up, dtype)), widened(down[expert])
+        pairs = zip(middle.chunk(count, 1), columns.chunk(count, 1), strict=True)
+        product = torch.stack([own @ leaf.T for own, leaf in pairs])[:, None]
         chosen = (experts == first + expert).T[:, :, None]
-        out = torch.where(chosen, (product * weights.T[:, :, None]).to(dtype), out)
-    return out
+        out = torch.where(chosen, (product * weights.T[:, :, None]).to(kind), out)
+    return out.flatten(0, 1)
+
+
+def _kind(dtype: torch.dtype, leaves: int) -> torch.dtype:
+    """The dtype of the result."""
+    return dtype if not leaves else torch.promote_types(dtype, torch.float32)
+
+
+def _empty(values: Tensor, experts: Tensor, dtype: torch.dtype, leaves: int) -> Tensor:
+    shape = max(leaves, 1) * experts.shape[1], *values.shape
+    return values.new_empty(shape, dtype=_kind(dtype, leaves))
 
 
 @operator(
     kernel="weft.ops.experts.products_triton:run_experts",
-    fake=lambda values, experts, dtype: values.new_empty((experts.shape[1], *values.shape), dtype=dtype),
+    fake=_empty,
     functional=functional_run_experts,
 )
 def _run_experts(
@@ -113,11 +133,13 @@ def _run_experts(
     dtype: torch.dtype,
     first: int,
     num_experts: int,
+    leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """The operator of `run_experts`."""
     x = values.float() if scales is None else dequantize(Quantized(values, scales))
-    out = x.new_zeros((experts.shape[1], *values.shape), dtype=dtype)
+    out, count = torch.zeros_like(_empty(values, experts, dtype, leaves)), max(leaves, 1)
+    by_leaf = out.unflatten(0, (count, -1))
     for chosen in experts.unique().tolist():
         if not 0 <= (expert := chosen - first) < len(gate_up):
             continue
@@ -126,8 +148,10 @@ def _run_experts(
         gate, up = product.chunk(2, dim=-1)
         middle = gated(gate, up, dtype)
         wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
-        product = multiply(wide, _wide(down, down_scale, expert), None, batch_invariant)
-        out[slots, tokens] = (product * weights[tokens, slots, None]).to(dtype)
+        pairs = zip(wide.chunk(count, 1), _wide(down, down_scale, expert).chunk(count, 1), strict=True)
+        for own, (given, columns) in zip(by_leaf, pairs, strict=True):
+            product = multiply(given, columns.contiguous(), None, batch_invariant or leaves > 0)
+            own[slots, tokens] = (product * weights[tokens, slots, None]).to(out.dtype)
     return out
 
 

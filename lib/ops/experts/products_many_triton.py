@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.experts.routing_triton import Aligned
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.tiles import Tile, cdiv
+from weft.ops.tiles import Tile, cdiv, leaf_columns
 
 _LINE = 16
 """The TMA needs rows that start at a multiple of this many bytes."""
@@ -46,22 +46,23 @@ def _store_gated(gate, up, out, pair, live, first, inner, WIDTH: tl.constexpr, T
 
 @triton.jit
 def _store_weighted(
-    acc, out, by, pair, live, first, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr
+    acc, out, by, pair, live, first, leaf, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr
 ):
-    """A block times the pairs' weights, each to its slot's part."""
+    """A block times the pairs' weights, each to its slot's part of the leaf."""
     column = first + tl.arange(0, WIDTH)
-    row = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
+    row = (leaf * TOP_K + pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
     mask = live[:, None] & (column < inner)[None, :]
     tl.store(out + row[:, None] * inner + column[None, :], (acc * by[:, None]).to(TYPE), mask=mask)
 
 
 @kernel(do_not_specialize=["tokens"])
 def _many_kernel(
-    x, x_scales, weight, scale, weights, order, owners, out, tokens, columns, inner,
+    x, x_scales, weight, scale, weights, order, owners, out, tokens, columns, share, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of an expert's pairs with two blocks of its rows: gates and the ups with them, or neighbours.
+    """A tile of an expert's pairs with two blocks of its rows, over the `share` columns of a leaf: gates and the ups
+    with them, or neighbours.
 
     `weight` describes `[E * rows, columns]`; `inner` is the number of the result's columns. Rows past the expert's last
     one belong to another expert, and nothing is stored for them.
@@ -84,8 +85,10 @@ def _many_kernel(
         factor = live.to(tl.float32)
         left = tl.zeros([TOKENS, WIDTH], tl.float32)
         right = tl.zeros([TOKENS, WIDTH], tl.float32)
-        for k in range(0, columns, COLUMNS):
-            inside = live[:, None] if EVEN else live[:, None] & (k + column < columns)[None, :]
+        leaf = tl.program_id(2)
+        high = (leaf + 1) * share
+        for k in range(leaf * share, high, COLUMNS):
+            inside = live[:, None] if EVEN else live[:, None] & (k + column < high)[None, :]
             a = tl.load(x_rows + k, mask=inside, other=0.0)
             if FP8:
                 factor = tl.load(x_scales + source.to(tl.int64) * blocks + k // 128, mask=live, other=0.0)
@@ -96,8 +99,8 @@ def _many_kernel(
             _store_gated(left, right, out, pair, live, first, inner, WIDTH, TYPE)
         else:
             by = tl.load(weights + pair, mask=live, other=0.0)
-            _store_weighted(left, out, by, pair, live, first, inner, tokens, TOP_K, WIDTH, TYPE)
-            _store_weighted(right, out, by, pair, live, second, inner, tokens, TOP_K, WIDTH, TYPE)
+            _store_weighted(left, out, by, pair, live, first, leaf, inner, tokens, TOP_K, WIDTH, TYPE)
+            _store_weighted(right, out, by, pair, live, second, leaf, inner, tokens, TOP_K, WIDTH, TYPE)
 
 
 def takes(tile: Tile, weight: Tensor) -> bool:
@@ -115,6 +118,7 @@ def launch(
     aligned: Aligned,
     out: Tensor,
     tile: Tile,
+    leaves: int = 0,
 ) -> None:
     """One product of sorted pairs: tokens with gates and ups if `weights` is None, else pairs with the way down.
 
@@ -124,11 +128,12 @@ def launch(
     (num_experts, height, columns), inner, width = weight.shape, out.shape[-1], tile.rows // 2
     rows = TensorDescriptor(weight, [num_experts * height, columns], [columns, 1], [width, tile.columns])
     absent = experts
-    grid = aligned.owners.shape[0], cdiv(inner, width if weights is None else tile.rows)
+    grid = aligned.owners.shape[0], cdiv(inner, width if weights is None else tile.rows), max(leaves, 1)
+    share = leaf_columns(columns, leaves)
     _many_kernel[grid](
         x, absent if x_scales is None else x_scales, rows, absent if scale is None else scale,
-        absent if weights is None else weights, aligned.order, aligned.owners, out, experts.shape[0], columns, inner,
-        TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None, EVEN=columns % tile.columns == 0,
+        absent if weights is None else weights, aligned.order, aligned.owners, out, experts.shape[0], columns, share,
+        inner, TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None, EVEN=share % tile.columns == 0,
         WIDTH=width, TOKENS=tile.tokens, COLUMNS=tile.columns,
         TYPE=TRITON_DTYPES[out.dtype], num_warps=tile.warps, num_stages=tile.stages, **early(x),
     )  # fmt: skip

@@ -26,7 +26,7 @@ from weft.ops.experts import products_many_triton
 from weft.ops.experts.routing_triton import Aligned, align, find_expert, scan
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
-from weft.ops.tiles import SCAN_PAIRS, Tile, cdiv, expert_tile, power_of_two
+from weft.ops.tiles import SCAN_PAIRS, Tile, cdiv, expert_tile, leaf_columns, power_of_two
 
 
 @triton.jit
@@ -46,12 +46,12 @@ def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.conste
 
 
 @triton.jit
-def _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+def _store_weighted(acc, out, weights, pair, live, tile, leaf, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
                     TYPE: tl.constexpr):  # fmt: skip
-    """A tile `[WIDTH, TOKENS]` times the pairs' weights, each to its slot's part."""
+    """A tile `[WIDTH, TOKENS]` times the pairs' weights, each to its slot's part of the leaf."""
     column = tile * WIDTH + tl.arange(0, WIDTH)
     by = tl.load(weights + pair, mask=live, other=0.0)
-    place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
+    place = (leaf * TOP_K + pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
     mask = (column < inner)[:, None] & live[None, :]
     tl.store(out + place[None, :] * inner + column[:, None], (acc * by[None, :]).to(TYPE), mask=mask)
 
@@ -68,7 +68,7 @@ def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _expert_tile(
-    x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
+    x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, share, inner, tokens,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -78,27 +78,29 @@ def _expert_tile(
     w = weight + expert.to(tl.int64) * height * columns
     s = scale + expert * tl.cdiv(height, 128) * tl.cdiv(columns, 128)
     source = pair // TOP_K if GATED else pair
-    tile = tl.program_id(1)
+    tile, leaf = tl.program_id(1), tl.program_id(2)
     n = _rows(tile, inner, GATED, ROWS, WIDTH)
     acc = multiply(
-        x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, True
-    )
+        x, x_scales, source, live, w, s, n, leaf * share, (leaf + 1) * share, columns, FP8, QUANTIZE, EVEN, ROWS,
+        TOKENS, COLUMNS, True,
+    )  # fmt: skip
     release()
     if GATED:
         _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
     else:
-        _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH, TYPE)
+        _store_weighted(acc, out, weights, pair, live, tile, leaf, inner, tokens, TOP_K, WIDTH, TYPE)
 
 
 @kernel(do_not_specialize=["pairs", "first_expert"])
 def _expert_kernel(
     x, x_scales, weight, scale, weights, experts, order, owners, out, out_scales, pairs, num_experts, first_expert,
-    columns, inner,
+    columns, share, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of an expert's rows with its pairs; `inner` is the number of the result's columns.
+    """Multiply a tile of an expert's rows with its pairs, over the `share` columns of a leaf; `inner` is the number of
+    the result's columns.
 
     With PAIRS > 0, a power of two no less than the number of pairs, each program finds its own pairs.
     """
@@ -109,8 +111,8 @@ def _expert_kernel(
         for start in range(0, count, TOKENS):
             pair, live = scan(experts, first_expert + expert, pairs, start, PAIRS, TOKENS)
             _expert_tile(
-                x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
-                TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
+                x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, share, inner,
+                tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
             )  # fmt: skip
     else:
         expert = tl.load(owners + tl.program_id(0))
@@ -118,7 +120,7 @@ def _expert_kernel(
             pair = tl.load(order + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))
             _expert_tile(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, tl.maximum(pair, 0), pair >= 0, columns,
-                inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
+                share, inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
             )  # fmt: skip
 
 
@@ -134,6 +136,7 @@ def run_experts(
     dtype: torch.dtype,
     first: int,
     num_experts: int,
+    leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """`weft::run_experts`, batch invariant in any case: every tile adds up an expert's columns in one order.
@@ -144,7 +147,7 @@ def run_experts(
     up_tile = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
     down_tile = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
     given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, num_experts
-    return run_tiles(*given, up_tile, down_tile)
+    return run_tiles(*given, up_tile, down_tile, leaves)
 
 
 def run_tiles(
@@ -161,13 +164,14 @@ def run_tiles(
     num_experts: int,
     up_tile: Tile,
     down_tile: Tile,
+    leaves: int = 0,
 ) -> Tensor:
     """`run_experts` with these tiles."""
     (tokens, top_k), (held, _, hidden) = experts.shape, gate_up.shape
     with torch.cuda.device_of(values):
         # No program writes the rows of a pair whose expert is elsewhere: these are 0 from the start.
         make = values.new_empty if held == num_experts else values.new_zeros
-        out = make((top_k, tokens, hidden), dtype=dtype)
+        out = make((max(leaves, 1) * top_k, tokens, hidden), dtype=torch.float32 if leaves else dtype)
         if not tokens:
             return out
         aligned = align(experts, held, up_tile.tokens, first) if up_tile.sort else None
@@ -181,7 +185,7 @@ def run_tiles(
         # With many pairs in a tile, each is quantised once here, instead of in every program that reads it.
         if scales is not None and middle_scales is None and down_tile.tokens >= 64:
             middle, middle_scales = quantize(middle)
-        launch_down(middle, middle_scales, down, down_scale, weights, experts, aligned, out, down_tile, first)
+        launch_down(middle, middle_scales, down, down_scale, weights, experts, aligned, out, down_tile, first, leaves)
     return out
 
 
@@ -217,9 +221,11 @@ def launch_down(
     out: Tensor,
     tile: Tile,
     first: int = 0,
+    leaves: int = 0,
 ) -> None:
-    """The way down of all pairs with the experts from `first` on, weighted, into the parts `out`."""
-    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype, first)
+    """The way down of all pairs with the experts from `first` on, weighted, into the parts `out`, those of each leaf
+    one after another."""
+    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype, first, leaves)
 
 
 def _launch(
@@ -235,23 +241,24 @@ def _launch(
     tile: Tile,
     dtype: torch.dtype,
     first: int,
+    leaves: int = 0,
 ) -> None:
     """One product: tokens with gates and ups if `weights` is None, else pairs with the way down."""
     if products_many_triton.takes(tile, weight):
         assert aligned is not None, "a tile that sorts"
-        products_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, tile)
+        products_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, tile, leaves)
         return
     (num_experts, _, columns), inner, pairs = weight.shape, out.shape[-1], experts.numel()
     programs = min(pairs, num_experts) if aligned is None else aligned.owners.shape[0]
-    width = tile.rows if weights is not None else tile.rows // 2
+    width, share = tile.rows if weights is not None else tile.rows // 2, leaf_columns(columns, leaves)
     order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
     absent = experts
-    _expert_kernel[(programs, cdiv(inner, width))](
+    _expert_kernel[(programs, cdiv(inner, width), max(leaves, 1))](
         x, absent if x_scales is None else x_scales, weight, absent if scale is None else scale,
         absent if weights is None else weights, experts, order, owners, out,
-        absent if out_scales is None else out_scales, pairs, num_experts, first, columns, inner,
+        absent if out_scales is None else out_scales, pairs, num_experts, first, columns, share, inner,
         TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None,
-        QUANTIZE=scale is not None and x_scales is None, EVEN=columns % tile.columns == 0,
+        QUANTIZE=scale is not None and x_scales is None, EVEN=share % tile.columns == 0,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
         FP8_OUT=out_scales is not None, TYPE=TRITON_DTYPES[dtype],
         PAIRS=0 if aligned is not None else max(SCAN_PAIRS, power_of_two(pairs)),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
-from weft.ops import fp8, gate, linear, lora, norm, requests, rotary
+from weft.ops import fp8, gate, leaves, linear, lora, norm, requests, rotary
 from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
 from weft.ops.fp8 import reference_quantize
@@ -43,6 +43,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sample_rows": sample._sample_rows,
     "silu_mul": gate.silu_mul,
     "silu_mul_quantized": gate._silu_mul_quantized,
+    "sum_leaves": leaves.sum_leaves,
     "token_logprobs": sample.token_logprobs,
     "turn_tables": rotary.turn_tables,
 }
@@ -113,15 +114,15 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     made: dict[str, list[Args]] = {
         "add_lora": [
             (y, randn(3, 4), randn(3, 2, 2, 4), randn(3, 6, 2), integers(2, -1, 0, of=torch.int32),
-             integers(2, 0, -1, of=torch.int32), [0, 4, 6]) for y in (x, parted)
+             integers(2, 0, -1, of=torch.int32), [0, 4, 6], count) for y, count in ((x, 0), (parted, 0), (parted, 2))
         ],
         "add_parts": [(parted, x), (x, x)],
         "add_rms_norm": [(parted, x, weight, 1e-3), (x, randn(3, 6), weight, 1e-3)],
         "add_rms_norm_quantized": [(parted, x, weight, 1e-3)],
         "count_tokens": [(counts, table.ints, rows, integers(4, 5, 0), kept)],
-        "fp8_linear": [(values, scales, fp8_weight, fp8_scale, randn(130), dtype),
-                       (randn(3, 200), None, fp8_weight, fp8_scale, None, dtype)],
-        "linear": [(x, randn(5, 6), None), (x, randn(5, 6), randn(5))],
+        "fp8_linear": [(values, scales, fp8_weight, fp8_scale, randn(130), dtype, 0),
+                       (randn(3, 200), None, fp8_weight, fp8_scale, None, dtype, 1)],
+        "linear": [(x, randn(5, 6), None, 0), (x, randn(5, 6), randn(5), 0), (x, randn(5, 6), randn(5), 2)],
         "move_on": [(integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids)
                     for ids in (integers(1, 2, 3), None)],
         "attend_outside": [(randn(7, 2, 2), randn(2, 4, 4, 1, 2), *where, backends.TORCH.handle, True)],
@@ -147,10 +148,11 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         ],
         "route": [(y, 2, renormalize, dtype) for y, renormalize in ((x, True), (parted, False))],
         "run_experts": [
-            (x, None, randn(4, 10, 6), None, randn(4, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 0, 4),
-            (x, None, randn(2, 10, 6), None, randn(2, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 1, 4),
+            (x, None, randn(4, 10, 6), None, randn(4, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 0, 4, 0),
+            (x, None, randn(2, 10, 6), None, randn(2, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 1, 4, 0),
+            (x, None, randn(4, 8, 6), None, randn(4, 6, 4), None, randn(3, 2).to(parted), chosen, dtype, 0, 4, 2),
             (*in_fp8, gate_up, torch.ones(2, 2, 1), down, torch.ones(2, 1, 1), torch.ones(3, 2), chosen % 2, dtype,
-             0, 2),
+             0, 2, 0),
         ],
         "sample": [(randn(3, 10), torch.tensor([0.0, 1.0, 2.0]), rows, integers(3, 4, 5))],
         "sample_rows": [(randn(3, 10), rows, integers(3, 4, 5), *tree_leaves(table)[:-1], counts, mask)
@@ -158,6 +160,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "send": [([torch.ones(2), torch.ones(3)], END, 0, 7)],
         "silu_mul": [(y, dtype) for y in (x, parted)],
         "silu_mul_quantized": [(x, dtype)],
+        "sum_leaves": [(parts(4, 3, 6), count) for count in (1, 2, 4)],
         "token_logprobs": [(randn(3, 10), torch.tensor([[0, 9], [3, 3], [5, 1]]))],
         "turn_tables": [(randn(3), places, 1.5, dtype) for places in (integers(0, 3, 7), torch.ones(4, 3).long())],
     }  # fmt: skip

@@ -131,12 +131,11 @@ def linears() -> list[Case]:
         (70, 130, 256, Tile(128, 64, 128, 4, 2)),
     ):
         x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
-        rest = *fp8_weight(rows, columns), bias, torch.float32
-        found.append(
-            Case(f"fp8_linear {tokens}", kernel, "linear:fp8_linear", (*reference_quantize(x), *rest), (tile,))
-        )
+        rest, op = (*fp8_weight(rows, columns), bias, torch.float32), "linear:fp8_linear"
+        given = (*reference_quantize(x), *rest)
+        found.append(Case(f"fp8_linear {tokens}", kernel, op, (*given, 0), (tile,), given=given))
         whole = "weft.ops.linear_triton:fp8_linear"
-        found.append(Case(f"fp8_linear {tokens} of plain values", whole, "linear:fp8_linear", (x, None, *rest)))
+        found.append(Case(f"fp8_linear {tokens} of plain values", whole, op, (x, None, *rest, 0)))
     return found
 
 
@@ -149,29 +148,56 @@ def parts() -> list[Case]:
     ):
         x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
         split = (x, None, weight, None, bias, torch.float32)
-        found.append(Case(f"linear {tokens}", kernel, "linear:linear", (x, weight, bias), (tile,), given=split))
+        found.append(Case(f"linear {tokens}", kernel, "linear:linear", (x, weight, bias, 0), (tile,), given=split))
         in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
         tile = attrs.evolve(tile, columns=128)
-        found.append(Case(f"fp8_linear {tokens} parts", kernel, "linear:fp8_linear", in_fp8, (tile,)))
+        name, op = f"fp8_linear {tokens} parts", "linear:fp8_linear"
+        found.append(Case(name, kernel, op, (*in_fp8, 0), (tile,), given=in_fp8))
+    return found
+
+
+def leaves() -> list[Case]:
+    """Products cut into leaves, of columns that are and are not those of a tile, and the sum of leaves."""
+    found, module = [], "weft.ops.linear_triton"
+    for tokens, rows, columns, count, dtype in (
+        (3, 72, 200, 1, torch.float32),
+        (3, 72, 200, 4, torch.float16),
+        (70, 72, 512, 2, torch.float16),
+        (70, 30, 40, 8, torch.float32),
+    ):
+        x, weight, bias = randn(tokens, columns, dtype=dtype), randn(rows, columns, dtype=dtype), randn(rows)
+        args = (x, weight, bias.to(dtype) if count > 1 else None, count)
+        found.append(Case(f"linear {tokens}, {count} leaves", f"{module}:linear", "linear:linear", args))
+        x, weights = randn(tokens, 128 * count), fp8_weight(rows, 128 * count)
+        args = (*reference_quantize(x), *weights, None, torch.float32, count)
+        found.append(Case(f"fp8_linear {tokens}, {count} leaves", f"{module}:fp8_linear", "linear:fp8_linear", args))
+        for each in (1, 3):
+            given, name = (randn(count * each, tokens, rows), count), f"sum_leaves {tokens}, {count} of {each}"
+            found.append(Case(name, "weft.ops.leaves_triton:sum_leaves", "leaves:sum_leaves", given, tolerance=0))
     return found
 
 
 def experts() -> list[Case]:
     small, large, whole = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True), Tile(256, 16, 128, 4, 2)
     found = []
-    for tokens, top_k, num, fp8, tiles in (
-        (1, 2, 4, False, (small, small)),
-        (1, 2, 4, True, (attrs.evolve(small, sort=True), small)),
-        (9, 2, 4, True, (whole, small)),
-        (9, 2, 4, True, (attrs.evolve(small, sort=True), attrs.evolve(small, sort=True))),
-        (20, 1, 1, False, (small, attrs.evolve(small, columns=16))),
-        (300, 2, 3, True, (attrs.evolve(whole, sort=True), large)),
-        (300, 2, 3, True, (attrs.evolve(large, rows=256), attrs.evolve(large, tokens=128))),
-        (300, 2, 3, True, (large, attrs.evolve(large, rows=128))),
-        (300, 2, 3, False, (large, attrs.evolve(small, sort=True))),
-        (300, 2, 3, False, (attrs.evolve(large, columns=16), large)),
+    for tokens, top_k, num, fp8, tiles, leaves in (
+        (1, 2, 4, False, (small, small), 0),
+        (1, 2, 4, False, (small, small), 2),
+        (1, 2, 4, True, (attrs.evolve(small, sort=True), small), 0),
+        (9, 2, 4, True, (whole, small), 0),
+        (9, 2, 4, True, (whole, small), 2),
+        (9, 2, 4, True, (attrs.evolve(small, sort=True), attrs.evolve(small, sort=True)), 0),
+        (9, 2, 4, False, (attrs.evolve(small, sort=True), attrs.evolve(small, sort=True)), 4),
+        (20, 1, 1, False, (small, attrs.evolve(small, columns=16)), 0),
+        (300, 2, 3, True, (attrs.evolve(whole, sort=True), large), 0),
+        (300, 2, 3, True, (attrs.evolve(large, rows=256), attrs.evolve(large, tokens=128)), 0),
+        (300, 2, 3, True, (large, attrs.evolve(large, rows=128)), 0),
+        (300, 2, 3, True, (large, attrs.evolve(large, rows=128)), 2),
+        (300, 2, 3, False, (large, attrs.evolve(small, sort=True)), 0),
+        (300, 2, 3, False, (attrs.evolve(large, columns=16), large), 0),
+        (300, 2, 3, False, (attrs.evolve(large, columns=16), large), 2),
     ):
-        hidden, inner = (160, 128) if fp8 else (40, 24)
+        hidden, inner = (160, 128 * max(leaves, 1)) if fp8 else (40, 24)
         x = randn(tokens, hidden)
         gate_up, down = randn(num, 2 * inner, hidden), randn(num, hidden, inner)
         gate_up_scale = down_scale = scales = None
@@ -186,7 +212,8 @@ def experts() -> list[Case]:
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
         name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts.products_triton:run_tiles"
-        found.append(Case(name, kernel, "experts.products:run_experts", args, tiles, tolerance=near))
+        more, op = (*tiles, leaves), "experts.products:run_experts"
+        found.append(Case(name, kernel, op, (*args, leaves), more, tolerance=near, given=args))
     return found
 
 
@@ -194,12 +221,14 @@ def loras() -> list[Case]:
     """One, two and three products; y in parts; ranks split over steps and columns shared by programs; slots without
     tokens, and tokens without a slot."""
     found, kernel = [], "weft.ops.lora_triton:add_lora"
-    for tokens, columns, starts, rank, num_slots, parts, dtype in (
-        (1, 40, (0, 24), 3, 1, 0, torch.float32),
-        (5, 40, (0, 24, 32, 40), 8, 3, 0, torch.float32),
-        (37, 1500, (0, 70, 200), 16, 4, 3, torch.float32),
-        (20, 200, (0, 130), 100, 2, 0, torch.float32),
-        (20, 136, (0, 128, 256, 300), 4, 2, 2, torch.float16),
+    for tokens, columns, starts, rank, num_slots, parts, dtype, is_cut in (
+        (1, 40, (0, 24), 3, 1, 0, torch.float32, False),
+        (5, 40, (0, 24, 32, 40), 8, 3, 0, torch.float32, False),
+        (37, 1500, (0, 70, 200), 16, 4, 3, torch.float32, False),
+        (20, 200, (0, 130), 100, 2, 0, torch.float32, False),
+        (20, 136, (0, 128, 256, 300), 4, 2, 2, torch.float16, False),
+        (20, 136, (0, 300), 4, 2, 2, torch.float16, True),
+        (37, 1500, (0, 70), 16, 4, 4, torch.float32, True),
     ):
         y = randn(*((parts,) if parts else ()), tokens, starts[-1], dtype=torch.float32 if parts else dtype)
         a = randn(num_slots, len(starts) - 1, rank, columns, scale=columns**-0.5, dtype=dtype)
@@ -208,9 +237,9 @@ def loras() -> list[Case]:
         slots[0] = 0
         there = slots[slots >= 0].unique()
         active = torch.cat([there, torch.full((2,), -1)]).int()
-        args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts)
-        near = 2e-6 if dtype == torch.float32 else 1e-3
-        found.append(Case(f"add_lora {tokens} {rank} {dtype}", kernel, "lora:add_lora", args, tolerance=near))
+        args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts, parts * is_cut)
+        near, cut = 2e-6 if dtype == torch.float32 else 1e-3, ", cut" * is_cut
+        found.append(Case(f"add_lora {tokens} {rank} {dtype}{cut}", kernel, "lora:add_lora", args, tolerance=near))
     return found
 
 
@@ -256,7 +285,8 @@ def turns() -> list[Case]:
     return found
 
 
-CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *loras(), *experts(), *requests(), *turns()]
+CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *leaves(), *loras(), *experts()]
+CASES += [*requests(), *turns()]
 
 _INTERPRETED = """
 import sys, torch
@@ -378,7 +408,7 @@ def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_pa
 
 def test_the_table_of_ops_says_what_runs_between_attention_calls() -> None:
     ops = ["norms", "silu_mul", "rotate_and_keep", "quantize", "route", "linear", "fp8_linear", "run_experts"]
-    ops += ["add_lora", "resolve_tokens", "move_on", "turn_tables"]
+    ops += ["add_lora", "sum_leaves", "resolve_tokens", "move_on", "turn_tables"]
     for device, implementation in (("cpu", "reference"), ("cuda", "triton ")):
         rows = {row.op: row for row in backends(device)}
         assert all(rows[op].implementation.startswith(implementation) for op in ops)

@@ -25,7 +25,7 @@ def test_annotations_are_the_signature() -> None:
     import_module("weft.ops.sampling.sample")  # registers count_tokens
     assert schema("rms_norm") == "weft::rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"
     # Without defaults: torch leaves out arguments that equal their default when it calls a kernel.
-    assert schema("linear") == "weft::linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+    assert schema("linear") == "weft::linear(Tensor x, Tensor weight, Tensor? bias, SymInt leaves) -> Tensor"
     assert schema("linear.batch_invariant") == schema("linear").replace("linear(", "linear.batch_invariant(")
     counts = "Tensor(a0!) counts, Tensor ints, Tensor rows, Tensor token_ids, Tensor kept"
     assert schema("count_tokens") == f"weft::count_tokens({counts}) -> ()"
@@ -42,7 +42,7 @@ def test_a_call_takes_defaults_and_names_as_the_function_does() -> None:
     assert torch.equal(linear(x, weight), linear(bias=None, weight=weight, x=x))
     assert torch.equal(linear(x, weight, bias=bias), linear.reference(x, weight, bias))
     assert inspect.signature(rms_norm) == inspect.signature(rms_norm.reference)
-    assert list(inspect.signature(linear).parameters) == ["x", "weight", "bias"]
+    assert list(inspect.signature(linear).parameters) == ["x", "weight", "bias", "leaves"]
     assert (linear.__name__, linear.__module__) == ("linear", "weft.ops.linear")
     with pytest.raises(TypeError, match="eps"):
         rms_norm(x, torch.ones(3))  # type: ignore[call-arg]

@@ -1,0 +1,42 @@
+"""Leaves: the parts of a sum whose order does not depend on the number of ranks that share it.
+
+A sum over columns is cut into contiguous leaves of one size. Each is summed by itself, and they are added up in float32
+as a balanced tree. A rank that has some of the columns has whole leaves, and adds up a subtree; an all-reduce adds up
+the ranks' sums (`weft.meshes.collectives.reduced`). So the bits are the same for every number of ranks that divides the
+number of leaves (Zhang et al., 2025, "Deterministic inference across tensor parallel sizes that eliminates
+training-inference mismatch", arXiv 2511.17826).
+"""
+
+import operator as arithmetic
+
+import torch
+from torch import Tensor
+
+from weft.ops.parts import balanced, sum_parts, widened
+from weft.ops.register import operator
+
+
+def functional_sum_leaves(x: Tensor, leaves: int) -> Tensor:
+    """`sum_leaves` in torch's own operations."""
+    return balanced(arithmetic.add, [sum_parts(own, widened(own).dtype) for own in x.unflatten(0, (leaves, -1))])
+
+
+@operator(
+    kernel="weft.ops.leaves_triton:sum_leaves",
+    fake=lambda x: x.new_empty(x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32)),
+    functional=functional_sum_leaves,
+)
+def sum_leaves(x: Tensor, leaves: int) -> Tensor:
+    """The sum of leaves, each of which is the sum of its parts, first to last.
+
+    Args:
+        x: `[leaves * S, T, N]` float32, the parts of each leaf one after another.
+        leaves: a power of two.
+
+    Returns:
+        `[T, N]` float32.
+
+    >>> sum_leaves(torch.tensor([2.0**25, 1.0, 1.0, 2.0])[:, None, None], 4) - 2.0**25
+    tensor([[4.]])
+    """
+    return functional_sum_leaves(x, leaves)
