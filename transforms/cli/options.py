@@ -72,6 +72,7 @@ NEEDS = {
     "output_len": "input_len",
     "certificates": "batch_invariant",
     "experts": "tp",
+    "reduction_leaves": "batch_invariant",
 }
 """Options that count for nothing without another one."""
 
@@ -152,7 +153,7 @@ class Options:
             others = [flag_of(other) for other, idle in IDLE.items() if other in self.given and name in idle]
             if both := " and ".join(others):
                 self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
-            if needed not in self.given:
+            if needed not in self.given and fields[needed].metadata:
                 kinds = ((flag_of(one), fields[one].metadata["kind"]) for one in (name, needed))
                 pair = (
                     f"{own} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip() for own, kind in kinds
@@ -169,6 +170,7 @@ def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
 _EXPERTS = "what each rank of --tp has of a layer's experts (default: columns where these can be cut, else whole ones)"
 _SHARES = "ranks that share each layer, one process each (default 1); in all --pp times --tp"
+_LEAVES = "parts of each sum, a power of two: the bits are then the same for any --tp that divides it (default 1)"
 _FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
 
@@ -217,6 +219,7 @@ class RunOptions(ModelOptions):
     kv_dtype: str | None = _how("dtype of the KV cache, if another: half the memory, rounded", KV_DTYPES)
     attention: str = _how("implementation of attention; auto: the fastest that was measured", ATTENTION, "auto")
     batch_invariant: bool = _how("a request's tokens and logprobs are the same bits in any batch", SWITCH, False)
+    reduction_leaves: int = _how(_LEAVES, whole("N"), 1)
 
 
 @attrs.frozen(kw_only=True)

@@ -16,7 +16,7 @@ from weft.display.quantities import counted
 from weft.errors import ConfigError, ConfigWarning, ProgramError, WeftError
 from weft.stages.checkpoints.formats import load_config, open_checkpoint
 from weft.stages.checkpoints.loading import load
-from weft.stages.choices import pick_attention, pick_device, pick_experts
+from weft.stages.choices import pick_attention, pick_device, pick_experts, pick_leaves
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
@@ -186,6 +186,9 @@ def read_config(options: ModelOptions) -> ModelConfig:
     with options.about(written, ConfigError):
         config = pick_experts(options.experts, config, options.tp, call="")
         share_config(config, options.tp)
+    if isinstance(options, RunOptions):
+        with options.about(f"--reduction-leaves {options.reduction_leaves}", WeftError):
+            pick_leaves(options.reduction_leaves, config, options.batch_invariant, options.tp, call="")
     return config
 
 
@@ -208,15 +211,15 @@ def open_model(options: RunOptions, here: Here) -> Model:
 
 
 def _with_stages(options: RunOptions, model: Model) -> Model:
-    """The model with the attention of `--attention` and with `--batch-invariant`, as the function that `--stages` names
-    returns it."""
+    """The model with the attention of `--attention` and with `--batch-invariant`, of `--reduction-leaves`, as the
+    function that `--stages` names returns it."""
     if options.attention != "auto":
         with options.about(f"--attention {options.attention}", WeftError):
             own = model.config, model.device, model.dtype, model.kv_dtype, options.batch_invariant
             chosen = pick_attention(options.attention, *own, call="")
             model = model if chosen is None else model.with_stages(attend=chosen)
     if options.batch_invariant:
-        model = model.with_stages(batch_invariant=True)
+        model = model.with_stages(batch_invariant=True, reduction_leaves=options.reduction_leaves)
     if options.stages is None:
         return model
     flag, (module, _, name) = f"--stages {options.stages}", options.stages.partition(":")

@@ -42,6 +42,7 @@ def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> lis
         certificates,
         model,
         pipeline=here.num_stages,
+        tensor=options.tp,
         graph=options.graph,
         transport=here.transport,
         adapters=[load_adapter(model, folder) for folder in options.adapter],

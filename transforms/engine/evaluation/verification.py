@@ -98,6 +98,7 @@ def verify(
     model: Model,
     *,
     pipeline: int = 1,
+    tensor: int = 1,
     graph: str = "full",
     transport: Transport | None = None,
     adapters: Sequence[Adapter] = (),
@@ -109,8 +110,9 @@ def verify(
 
     Args:
         certificates: of one completion or several, by models of the same weights.
-        model: from `weft.load`; it is made batch invariant.
-        pipeline, graph, transport, speculation, limits: as `Engine` takes them. Every rank makes the same call.
+        model: from `weft.load`; it is made batch invariant. With the `reduction_leaves` that the certified model had,
+            `tensor` may be another one.
+        pipeline, tensor, graph, transport, speculation, limits: as `Engine` takes them. Every rank makes the same call.
         adapters: the LoRA adapters that the certificates name by their digests.
 
     Returns:
@@ -139,7 +141,7 @@ def verify(
     if limits.max_model_len is None:
         limits = attrs.evolve(limits, max_model_len=longest)
     options: dict[str, Any] = {"transport": transport, "speculation": speculation, "adapters": named}
-    engine = Engine(model, limits, pipeline=pipeline, graph=graph, seed=0, **options)
+    engine = Engine(model, limits, pipeline=pipeline, tensor=tensor, graph=graph, seed=0, **options)
     for index, one in enumerate(given):
         engine.add([*one.prompt], one.sampling, max_tokens=_most_tokens(one), id=str(index), adapter=one.adapter)
     found = _run(engine, given)
