@@ -299,6 +299,10 @@ def _shared(data: st.DataObject, device: str) -> None:
     laws.shares_are_the_model(scenario, num_ranks, num_stages, data.draw(st.booleans()))
 
 
+def _shared_bits(data: st.DataObject, device: str) -> None:
+    laws.shares_have_the_same_bits(data.draw(strategies.cut_scenarios()))
+
+
 LAWS = (
     Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
@@ -373,6 +377,7 @@ LAWS = (
     Law("L22", "derivatives of shards are derivatives", _shards_derived),
     Law("L22", "ranks that disagree are refused", _ranks_disagree),
     Law("L22", "shares of a model are the model", _shared),
+    Law("L22", "shares of cut sums have the same bits", _shared_bits),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),

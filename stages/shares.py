@@ -90,6 +90,10 @@ def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1
         in_fp8 = f" times {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
         instead = f"reduction_leaves of which the columns are a multiple{in_fp8}; or 1, for one number of ranks"
         raise ConfigError(f"{call} with reduction_leaves={leaves}", uneven, instead)
+    shared = None if config.moe is None or leaves == 1 or num_ranks == 1 else share_config(config, num_ranks).moe
+    if shared is not None and shared.held is not None:
+        seen, instead = f"{num_ranks} ranks with whole experts", "ranks that share them as 'columns', or 1 leaf"
+        raise ConfigError(f"{call} with reduction_leaves={leaves}", seen, instead)
     if leaves > 1 and leaves % num_ranks:
         instead = f"a number of ranks that divides {leaves}, or more leaves"
         raise ConfigError(f"{call} with reduction_leaves={leaves}", f"{num_ranks} ranks", instead)

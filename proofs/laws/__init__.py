@@ -62,6 +62,7 @@ from weft.proofs.laws.shards import (
     shards_are_the_function,
     shards_commute,
     shares_are_the_model,
+    shares_have_the_same_bits,
     stages_of_shards_are_stages,
 )
 
@@ -123,6 +124,7 @@ __all__ = [
     "shards_are_the_function",
     "shards_commute",
     "shares_are_the_model",
+    "shares_have_the_same_bits",
     "speculation_changes_nothing",
     "stage_padding_is_inert",
     "stages_agree",

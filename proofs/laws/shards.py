@@ -13,11 +13,15 @@ from weft.errors import ProgramError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, Replicate
 from weft.proofs.checks.difference import LawViolation, assert_equal, find_difference, visible
+from weft.proofs.strategies.engine.adapters import hold_adapters
 from weft.proofs.strategies.models import Scenario
 from weft.proofs.strategies.shards import Disagreement, RankFunction, as_stage
+from weft.proofs.strategies.shares import CutScenario
 from weft.stages.decoder import decoder_stage
+from weft.stages.layout import StageLayout
+from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_params
-from weft.stages.shares import AXIS, TensorRanks, share_config
+from weft.stages.shares import AXIS, Share, TensorRanks, share_config
 from weft.state import State, advance
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch, scan
@@ -158,8 +162,7 @@ def shares_are_the_model(scenario: Scenario, num_ranks: int, num_stages: int, ca
     """
     step = compose(scenario.stages(num_stages), advance=advance)
     params, state = scenario.params(num_stages), scenario.state(num_stages)
-    shared, own_params, own_state = _shared(scenario, num_ranks, num_stages)
-    shared = graphify(shared) if captured else shared
+    shared, own_params, own_state = _shared(CutScenario(scenario, torch.float32, 1, num_stages, captured), num_ranks)
     for batch in scenario.batches():
         state, out = step(params, state, batch)
         own_state, seen = shared(own_params, own_state, batch)
@@ -174,6 +177,25 @@ def shares_are_the_model(scenario: Scenario, num_ranks: int, num_stages: int, ca
             rest = [attrs.evolve(one, kv_pages=expected.kv_pages) for one in stage]
             law = "L22 shares are the model: state"
             assert_equal(law, visible(rest), visible([expected] * num_ranks), exact=False)
+
+
+def shares_have_the_same_bits(cut: CutScenario) -> None:
+    """L22: a model whose sums are cut into leaves gives the same bits on 1, 2 and 4 ranks, as many as can share its
+    layers: logits, tokens, logprobs, pages and all else of the state, over a sequence of batches, in any split."""
+    steps = {count: _shared(cut, count) for count in cut.numbers_of_ranks}
+    for batch in cut.scenario.batches():
+        found = {}
+        for count, (step, params, states) in steps.items():
+            states, out = step(params, states, batch)
+            steps[count], found[count] = (step, params, states), out
+        for count, out in found.items():
+            law = f"L22 shares have the same bits: {cut.leaves} leaves, {count} ranks"
+            assert_equal(f"{law}: output", out, found[1])
+            for stage, (expected,) in zip(steps[count][2], steps[1][2], strict=True):
+                pages = _pages(expected.kv_pages, cut.scenario, count)
+                assert_equal(f"{law}: pages", [one.kv_pages for one in stage], pages)
+                rest = [attrs.evolve(one, kv_pages=expected.kv_pages) for one in stage]
+                assert_equal(f"{law}: state", visible(rest), visible([expected] * count))
 
 
 def _refuse_apart(logits: Tensor, seen: Tensor, expected: Tensor) -> None:
@@ -194,25 +216,31 @@ def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
     return found
 
 
-def _shared(scenario: Scenario, num_ranks: int, num_stages: int) -> tuple[Step, Any, Any]:
-    """The model's stages on ranks that share them, with each rank's parameters and states."""
-    config, mesh, layouts = scenario.config, Mesh(**{AXIS: num_ranks}), scenario.layouts(num_stages)
-    own = share_config(config, num_ranks)
-    ranks = TensorRanks(AXIS, config.vocab_size)
+def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
+    """The model's stages on ranks that share them, with each rank's parameters and states; on one rank
+    there are no collectives."""
+    scenario, config = cut.scenario, cut.scenario.config
+    mesh, layouts, own = Mesh(**{AXIS: num_ranks}), scenario.layouts(cut.num_stages), share_config(config, num_ranks)
+    is_cut, ranks = cut.leaves > 1, TensorRanks(AXIS, config.vocab_size) if num_ranks > 1 else None
+    options: dict[str, Any] = {"keep_logits": True, "batch_invariant": is_cut, "reduction_leaves": cut.leaves}
     where = (PerRank(), PerRank(), Replicate(), Replicate()), (PerRank(), Replicate())
-    stages = [shard(decoder_stage(own, layout, keep_logits=True, ranks=ranks), mesh, *where) for layout in layouts]
-    params = [
-        tuple(
-            random_params(
-                config, layout, seed=scenario.seed, device="cpu", dtype=torch.float32, std=0.3, shard=(rank, num_ranks)
-            )
-            for rank in mesh
-        )
-        for layout in layouts
-    ]
-    by_rank = [attrs.evolve(scenario, config=own).state(num_stages) for _ in mesh]
-    states = tuple(tuple(each[index] for each in by_rank) for index in range(num_stages))
-    return compose(stages, advance=_advance), params, states
+    stages = [shard(decoder_stage(own, layout, **options, ranks=ranks), mesh, *where) for layout in layouts]
+    params = [tuple(_share_of(cut, layout, (rank, num_ranks)) for rank in mesh) for layout in layouts]
+    by_rank = [attrs.evolve(scenario, config=own).state(cut.num_stages) for _ in mesh]
+    states = tuple(
+        tuple(attrs.evolve(each[index], kv_pages=each[index].kv_pages.to(cut.dtype)) for each in by_rank)
+        for index in range(cut.num_stages)
+    )
+    step = compose(stages, advance=_advance)
+    return graphify(step) if cut.is_captured else step, params, states
+
+
+def _share_of(cut: CutScenario, layout: StageLayout, share: Share) -> DecoderParams:
+    """A rank's share of a stage's parameters."""
+    scenario = cut.scenario
+    options: dict[str, Any] = {"device": "cpu", "dtype": cut.dtype, "std": 0.3, "shard": share}
+    params = random_params(scenario.config, layout, seed=scenario.seed, **options)
+    return hold_adapters(params, scenario.config, layout, scenario.seed, share) if scenario.adapters else params
 
 
 def _advance(states: tuple[State, ...], batch: Any, out: Any) -> tuple[State, ...]:

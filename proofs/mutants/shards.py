@@ -1,5 +1,6 @@
 """Planted bugs of `shard`, and of a model's shares."""
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,10 +15,15 @@ from weft.meshes.collectives import AllGather, AllReduce, Collective, combine
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, Replicate, part_of
 from weft.ops.experts.products import run_experts
+from weft.ops.leaves import sum_leaves
+from weft.ops.linear import multiply
+from weft.ops.parts import sum_parts
 from weft.ops.transfers.collective import all_gather, all_reduce, axis_index, axis_size
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
+from weft.stages.decoder import adapted
 from weft.stages.layer_fields import Field
+from weft.stages.layers import Blocks
 from weft.stages.shares import SharedRows, TensorRanks, _share_field, share_rows
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.pipelines.machine import Machine, Step
@@ -165,8 +171,43 @@ def _one_expert_later(name: str, whole: Field, own: Field, rank: int, kv_rank: i
     return _share_field(name, attrs.evolve(whole, parts=whole.parts[each:] + whole.parts[:each]), own, rank, kv_rank)
 
 
+def _in_sequence(x: Tensor, leaves: int) -> Tensor:
+    """Leaves are added up first to last."""
+    return sum_parts(
+        torch.stack([sum_parts(own, torch.float32) for own in x.unflatten(0, (leaves, -1))]), torch.float32
+    )
+
+
+def _ranks_in_sequence(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(effect, AllReduce) and effect.reduce_op == "sum":
+        return [functools.reduce(torch.add, inputs)] * len(inputs)
+    return combine(effect, inputs)
+
+
+def _rounded_before(self: Blocks, added: Tensor, hidden: Tensor) -> Tensor:
+    """A rank rounds what it adds up to the model's dtype, before the ranks' sums are added up."""
+    own = sum_leaves(added, self.leaves) if self.leaves else sum_parts(added, hidden.dtype)
+    return own if self.ranks is None else self.ranks.total(own.to(hidden.dtype))
+
+
+def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:
+    """The first of a rank's leaves has a column more than it should, and the last one less."""
+    sizes = [x.shape[1] // leaves] * leaves
+    sizes[0], sizes[-1] = sizes[0] + (leaves > 1), sizes[-1] - (leaves > 1)
+    pairs = zip(x.split(sizes, 1), weight.split(sizes, 1), strict=True)
+    made = torch.stack([multiply(own.float(), part.float().contiguous(), None, True) for own, part in pairs])
+    return made if bias is None else torch.cat((made[:1] + bias.float(), made[1:]))
+
+
+def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0) -> Tensor:
+    """A rank's first leaf gets all that the adapter adds to its sum."""
+    if not leaves or lora is None or batch.adapters is None:
+        return adapted(y, x, lora, batch, leaves)
+    return torch.cat((adapted(y[:1], x, lora, batch, 1), y[1:]))
+
+
 _FUNCTION, _COMMUTE = find("L22", "shards are the function"), find("L22", "commute")
-_MODEL = find("L22", "the model")
+_MODEL, _SAME_BITS = find("L22", "the model"), find("L22", "same bits")
 
 
 def _method(home: Any, name: str, value: Any) -> Any:
@@ -210,5 +251,13 @@ SHARDS = (
     Mutant("an expert is counted on two ranks", _MODEL, replace(_DECODER, "run_experts", _twice)),
     Mutant("a rank takes its experts for the first", _MODEL, replace(_DECODER, "run_experts", _experts_of_the_first)),
     Mutant("a rank's experts begin one too late", _MODEL, replace(_SHARES, "_share_field", _one_expert_later)),
+    Mutant("leaves are added up in sequence", _SAME_BITS, replace("weft.stages.layers", "sum_leaves", _in_sequence)),
+    Mutant("ranks are added up in sequence", _SAME_BITS, replace(_LOCAL, "combine", _ranks_in_sequence)),
+    Mutant("a rank rounds its part of a sum", _SAME_BITS, _method(Blocks, "total", _rounded_before)),
+    Mutant(
+        "a leaf is cut at another place", _SAME_BITS, replace("weft.ops.linear", "_multiply_leaves", _cut_elsewhere)
+    ),
+    Mutant("an adapter's sum is not cut", _SAME_BITS, replace("weft.stages.decoder", "adapted", _whole_adapter)),
 )
-"""The bugs of `shard` and its collectives, and of shares of heads, columns, experts, biases, vocabulary and rows."""
+"""The bugs of `shard` and its collectives, of shares of heads, columns, experts, biases, vocabulary and rows, and of
+leaves."""

@@ -21,6 +21,7 @@
 | `rank_functions()` | a random function of one rank's part, with collectives, and the same without ranks |
 | `disagreements()` | such a function whose collectives are others on one rank |
 | `shared_scenarios()` | a scenario, and a number of ranks that can share its model's layers |
+| `cut_scenarios()` | a scenario of a batch-invariant model whose sums are cut into leaves |
 | `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |
 
 They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`, `ladders().filter(bool)`,
@@ -78,8 +79,8 @@ from weft.proofs.strategies.shards import (
     disagreements,
     meshes,
     rank_functions,
-    shared_scenarios,
 )
+from weft.proofs.strategies.shares import cut_scenarios, shared_scenarios
 from weft.proofs.strategies.tensors import tensors
 
 __all__ = [
@@ -118,6 +119,7 @@ __all__ = [
     "call_sequences",
     "called",
     "configs",
+    "cut_scenarios",
     "descriptors",
     "disagreements",
     "edited_programs",

@@ -1,5 +1,4 @@
-"""Random functions of one rank's part, with placements and collectives; the same functions without ranks; and models
-whose layers several ranks share."""
+"""Random functions of one rank's part, with placements and collectives; and the same functions without ranks."""
 
 import functools
 import math
@@ -12,14 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.donation import donates
-from weft.errors import ConfigError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, Placement, Placements, Replicate, Shard
 from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size, reduce_scatter
-from weft.proofs.strategies.models import Scenario, scenarios
-from weft.stages.choices import pick_experts
-from weft.stages.config import ModelConfig, MoeConfig
-from weft.stages.shares import share_config
 from weft.transforms.shards.shard import Sharded, shard
 from weft.trees import tree_map
 
@@ -368,32 +362,3 @@ def disagreements(draw: st.DrawFn) -> Disagreement:
     function = draw(rank_functions(max_steps=3))
     rank, how = draw(st.integers(0, function.mesh.num_ranks - 1)), draw(st.sampled_from(tuple(DISAGREEMENTS)))
     return Disagreement(function, rank, how, draw(st.booleans()), draw(st.sampled_from(list(function.mesh.sizes))))
-
-
-_SHARED_EXPERTS = MoeConfig(6, 2, 12, True), MoeConfig(12, 3, 5, False, dense_layers=(1,))
-"""Experts that 2, 3 or 4 ranks can share, some of them in one way alone."""
-
-
-@st.composite
-def shared_scenarios(draw: st.DrawFn) -> tuple[Scenario, int]:
-    """A model, batches for it, and a number of ranks that can share its layers; many have experts, which are shared by
-    columns, or whole."""
-    drawn = draw(scenarios(max_layers=2, max_steps=3).filter(lambda own: bool(_splits(own.config))))
-    config = attrs.evolve(drawn.config, moe=draw(st.sampled_from((drawn.config.moe, *_SHARED_EXPERTS))))
-    config, count = draw(st.sampled_from(_splits(config)))
-    return attrs.evolve(drawn, config=config, adapters=(), loras=()), count
-
-
-def _splits(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
-    """The numbers of ranks that can share the layers of a model, and its configuration with a way to share experts."""
-    ways = [None] if config.moe is None else [None, "columns", "whole"]
-    every = [config if how is None else pick_experts(how, config, 2, call="") for how in ways]
-    return [(own, count) for own in every for count in (2, 3, 4) if _shares(own, count)]
-
-
-def _shares(config: ModelConfig, count: int) -> bool:
-    try:
-        share_config(config, count)
-    except ConfigError:
-        return False
-    return True

@@ -23,6 +23,7 @@ from weft.stages.choices import (
     pick_stage,
 )
 from weft.stages.functions import (
+    OWN,
     StageFunctions,
 )  # fmt: skip
 from weft.stages.layout import split_model
@@ -107,7 +108,9 @@ def load(
     kept = pick_kv_dtype(kv_dtype, call=call)
     backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)
     leaves = pick_leaves(reduction_leaves, config, batch_invariant, share[1], call=call)
-    functions = StageFunctions(attend=backend, batch_invariant=batch_invariant, reduction_leaves=leaves)
+    functions = OWN  # which a rank without the model has, too
+    if backend is not None or batch_invariant:
+        functions = StageFunctions(attend=backend, batch_invariant=batch_invariant, reduction_leaves=leaves)
     tokenizer, template = checkpoint.read_tokenizer(call, strict), checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:

@@ -8,7 +8,7 @@ from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_adapter
-from weft.stages.shares import adaptable
+from weft.stages.shares import WHOLE, Share, adaptable
 from weft.stages.slots import with_adapters
 
 NUM_ADAPTERS = 2
@@ -26,10 +26,12 @@ def slots(count: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sampled_from(patterns).map(lambda pattern: tuple(islice(cycle(pattern), count)))
 
 
-def hold_adapters(params: DecoderParams, config: ModelConfig, layout: StageLayout, seed: int) -> DecoderParams:
-    """A stage's parameters with both adapters: one for all linear layers that can have one, the other for some of them
-    and with another rank. Their weights are large, so that differences show."""
+def hold_adapters(
+    params: DecoderParams, config: ModelConfig, layout: StageLayout, seed: int, shard: Share = WHOLE
+) -> DecoderParams:
+    """A stage's parameters, or a rank's share of them, with both adapters: one for all linear layers that can have one,
+    the other for some of them and with another rank. Their weights are large, so that differences show."""
     names = [name for index in range(config.num_layers) for name in adaptable(config, index)]
     first = random_adapter(config, names, rank=3, seed=seed, std=0.4)
     second = random_adapter(config, names[::2], rank=1, seed=seed + 1, std=0.6)
-    return with_adapters(params, config, layout, [first, second])
+    return with_adapters(params, config, layout, [first, second], shard=shard)
