@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.proofs.picture import PICTURE, picture
-from weft.proofs.predictions import predicted
+from weft.proofs.predictions import predicted_rows
 from weft.proofs.records import read, served, span, speeds
 
 PAGE = Path(__file__).parent / "pages" / "measured.md"
@@ -255,16 +255,6 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
         off = span((100 * (row["simulated"] / row["measured"] - 1) for row in rows), "{:+.1f}")
         took = span((1e3 * row["measured"] for row in rows), "{:.0f}")
         yield record.row(f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine)
-
-
-def predicted_rows() -> Iterator[tuple[str, ...]]:
-    """Decodes over several GPUs against predictions from decodes on one."""
-    for one, seconds in predicted():
-        if one.num_gpus > 1:
-            requests = f"{one.requests} request{'s' * (one.requests > 1)}, {LENGTHS['decode']}"
-            what = f"{one.model}: {requests}, `--tp {one.shards} --pp {one.stages}`: predicted from one GPU"
-            against = f"{one.measured * 1e3:.2f} ms measured: {seconds / one.measured - 1:+.0%}"
-            yield one.record.row(what, f"{seconds * 1e3:.2f} ms a token", against, f"{one.num_gpus} {one.gpu}")
 
 
 def http_rows() -> Iterator[tuple[str, ...]]:
