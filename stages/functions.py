@@ -80,7 +80,7 @@ class StageFunctions:
         logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size],
             `rows` [n] int64, the row of the state that each belongs to, and [n, ...] by name the extras of its request,
             the captures of its token, and the logits of the models beside. Those that it does not read are not
-            computed. Logprobs are those of its result.
+            computed. Logprobs are those of its result. Ranks that share layers call it with some of the rows each.
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values as `batch.per_token(batch.extras[name])` [num_tokens, ...].

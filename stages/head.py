@@ -92,8 +92,8 @@ def finish(
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured, beside)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed, ranks, leaves)
-    several: list[Tensor | None] = [*more] or [None] * 3
-    sampled: tuple[Any, ...] = (ids, logprobs, shared.gather(logits).float() if keep_logits else None, *several)
+    whole = shared.gather(logits).float() if keep_logits else None
+    sampled: tuple[Any, ...] = (ids, logprobs, whole, *(more or (None, None, None)))
     if where is not None:
         sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
     return Output(*sampled, *prompt)
