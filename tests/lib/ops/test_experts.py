@@ -28,9 +28,9 @@ def drawn(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, ...]:
     return x, gate_up, down, *route(logits, TOP_K, True, torch.float32)
 
 
-def by_pair(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, own: range) -> Tensor:
+def by_pair(given: tuple[Tensor, ...], own: range) -> Tensor:
     """By definition: one product for each pair whose expert is one of a rank's own."""
-    rows = []
+    (x, gate_up, down, weights, experts), rows = given, list[Tensor]()
     for slot in range(experts.shape[1]):
         for token in range(len(x)):
             expert = int(experts[token, slot])
@@ -39,7 +39,7 @@ def by_pair(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: 
                 rows.append(weights[token, slot] * (down[expert] @ (gate * torch.sigmoid(gate) * up)))
             else:
                 rows.append(x.new_zeros(x.shape[1]))
-    return torch.stack(rows).unflatten(0, (experts.shape[1], len(x)))
+    return torch.stack(rows).view(experts.shape[1], *x.shape)
 
 
 def of_rank(given: tuple[Tensor, ...], own: range) -> Tensor:
@@ -60,7 +60,7 @@ def test_a_rank_computes_the_pairs_of_its_own_experts(own: range, derived: bool)
     found = of_rank(given, own) if not derived else torch.func.vmap(lambda x: of_rank((x, *given[1:]), own))(
         given[0][None]
     )[0]  # fmt: skip
-    torch.testing.assert_close(found, by_pair(*given, own))
+    torch.testing.assert_close(found, by_pair(given, own))
     elsewhere = torch.tensor([[int(expert) not in own for expert in row] for row in given[4]]).T
     assert bool((found[elsewhere] == 0).all())
 
@@ -78,11 +78,11 @@ def test_no_tokens_are_no_rows() -> None:
 
 
 def test_derivatives_are_those_of_the_definition() -> None:
-    x, gate_up, down, weights, experts = drawn()
+    *smooth, experts = drawn()
     found = []
-    for function in (lambda *given: of_rank(given, range(2, 4)), lambda *given: by_pair(*given, range(2, 4))):
-        given = [one.double().requires_grad_() for one in (x, gate_up, down, weights)]
-        (function(*given, experts) ** 2).sum().backward()
+    for function in (of_rank, by_pair):
+        given = [one.double().requires_grad_() for one in smooth]
+        (function((*given, experts), range(2, 4)) ** 2).sum().backward()
         found.append([one.grad for one in given])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected)
