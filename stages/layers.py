@@ -16,7 +16,6 @@ from weft.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.leaves import sum_leaves
 from weft.ops.norm import add_parts
-from weft.ops.parts import sum_parts
 from weft.ops.transfers.collective import axis_size
 from weft.stages.attention import context
 from weft.stages.config import ModelConfig
@@ -62,10 +61,11 @@ class Blocks:
 
     def total(self, added: Tensor, hidden: Tensor) -> Tensor:
         """The sum over the ranks of a block's result, which is added to the hidden states; of leaves in float32."""
-        own = sum_leaves(added, self.leaves) if self.leaves else added
-        if self.ranks is None:
-            return own
-        return self.ranks.total(own if self.leaves else sum_parts(own, hidden.dtype))
+        if not self.leaves and self.ranks is None:
+            return added
+        dtype = torch.promote_types(hidden.dtype, torch.float32) if self.leaves else hidden.dtype
+        own = added.to(dtype) if added.dim() == 2 else sum_leaves(added, max(self.leaves, 1), dtype)
+        return own if self.ranks is None else self.ranks.total(own)
 
 
 def run_layers(

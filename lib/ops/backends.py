@@ -44,7 +44,7 @@ _LAYER = {
     "linear": "torch's F.linear, but where a tile was measured to be faster",
     "fp8_linear": "split over its columns for few tokens; the next kernel adds the parts",
     "add_lora": "two launches a layer, for any tokens of any adapters; none where the batch has no adapter",
-    "sum_leaves": "a balanced tree in one kernel, for a model whose bits hold for several numbers of ranks",
+    "sum_leaves": "the parts of what ranks share, before they add them up, in one kernel",
     "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
 }
 """The operators besides attention and sampling, and a description of each CUDA implementation."""

@@ -16,27 +16,29 @@ from weft.ops.parts import balanced, sum_parts, widened
 from weft.ops.register import operator
 
 
-def functional_sum_leaves(x: Tensor, leaves: int) -> Tensor:
+def functional_sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     """`sum_leaves` in torch's own operations."""
-    return balanced(arithmetic.add, [sum_parts(own, widened(own).dtype) for own in x.unflatten(0, (leaves, -1))])
+    sums = [sum_parts(own, widened(own).dtype) for own in x.unflatten(0, (leaves, -1))]
+    return balanced(arithmetic.add, sums).to(dtype)
 
 
 @operator(
     kernel="weft.ops.leaves_triton:sum_leaves",
-    fake=lambda x: x.new_empty(x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32)),
+    fake=lambda x, dtype: x.new_empty(x.shape[1:], dtype=dtype),
     functional=functional_sum_leaves,
 )
-def sum_leaves(x: Tensor, leaves: int) -> Tensor:
-    """The sum of leaves, each of which is the sum of its parts, first to last.
+def sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
+    """The sum of leaves, each of which is the sum of its parts, first to last, in float32.
 
     Args:
-        x: `[leaves * S, T, N]` float32, the parts of each leaf one after another.
+        x: `[leaves * S, T, N]`, the parts of each leaf one after another.
         leaves: a power of two.
+        dtype: of the result, to which it is rounded once.
 
     Returns:
-        `[T, N]` float32.
+        `[T, N]` of `dtype`.
 
-    >>> sum_leaves(torch.tensor([2.0**25, 1.0, 1.0, 2.0])[:, None, None], 4) - 2.0**25
+    >>> sum_leaves(torch.tensor([2.0**25, 1.0, 1.0, 2.0])[:, None, None], 4, torch.float32) - 2.0**25
     tensor([[4.]])
     """
-    return functional_sum_leaves(x, leaves)
+    return functional_sum_leaves(x, leaves, dtype)

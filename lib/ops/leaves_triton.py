@@ -34,12 +34,12 @@ def _sum_kernel(x, out, count, PARTS: tl.constexpr, LEAVES: tl.constexpr, BLOCK:
     inside = offsets < count
     total = _tree(x, offsets, inside, count, PARTS, 0, LEAVES)
     release()
-    tl.store(out + offsets, total, mask=inside)
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_leaves(x: Tensor, leaves: int) -> Tensor:
+def sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     """`weft::sum_leaves`."""
-    x, out = x.contiguous(), x.new_empty(x.shape[1:], dtype=torch.float32)
+    x, out = x.contiguous(), x.new_empty(x.shape[1:], dtype=dtype)
     with torch.cuda.device_of(x):
         if out.numel():
             _sum_kernel[(cdiv(out.numel(), _BLOCK),)](

@@ -171,11 +171,9 @@ def _one_expert_later(name: str, whole: Field, own: Field, rank: int, kv_rank: i
     return _share_field(name, attrs.evolve(whole, parts=whole.parts[each:] + whole.parts[:each]), own, rank, kv_rank)
 
 
-def _in_sequence(x: Tensor, leaves: int) -> Tensor:
+def _in_sequence(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     """Leaves are added up first to last."""
-    return sum_parts(
-        torch.stack([sum_parts(own, torch.float32) for own in x.unflatten(0, (leaves, -1))]), torch.float32
-    )
+    return sum_parts(torch.stack([sum_parts(own, torch.float32) for own in x.unflatten(0, (leaves, -1))]), dtype)
 
 
 def _ranks_in_sequence(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -186,8 +184,8 @@ def _ranks_in_sequence(effect: Collective, inputs: Sequence[Tensor]) -> list[Ten
 
 def _rounded_before(self: Blocks, added: Tensor, hidden: Tensor) -> Tensor:
     """A rank rounds what it adds up to the model's dtype, before the ranks' sums are added up."""
-    own = sum_leaves(added, self.leaves) if self.leaves else sum_parts(added, hidden.dtype)
-    return own if self.ranks is None else self.ranks.total(own.to(hidden.dtype))
+    own = sum_leaves(added, max(self.leaves, 1), hidden.dtype)
+    return own if self.ranks is None else self.ranks.total(own)
 
 
 def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:

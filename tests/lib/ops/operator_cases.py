@@ -160,7 +160,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "send": [([torch.ones(2), torch.ones(3)], END, 0, 7)],
         "silu_mul": [(y, dtype) for y in (x, parted)],
         "silu_mul_quantized": [(x, dtype)],
-        "sum_leaves": [(parts(4, 3, 6), count) for count in (1, 2, 4)],
+        "sum_leaves": [(parts(4, 3, 6), count, dtype) for count in (1, 2, 4)],
         "token_logprobs": [(randn(3, 10), torch.tensor([[0, 9], [3, 3], [5, 1]]))],
         "turn_tables": [(randn(3), places, 1.5, dtype) for places in (integers(0, 3, 7), torch.ones(4, 3).long())],
     }  # fmt: skip

@@ -172,7 +172,8 @@ def leaves() -> list[Case]:
         args = (*reference_quantize(x), *weights, None, torch.float32, count)
         found.append(Case(f"fp8_linear {tokens}, {count} leaves", f"{module}:fp8_linear", "linear:fp8_linear", args))
         for each in (1, 3):
-            given, name = (randn(count * each, tokens, rows), count), f"sum_leaves {tokens}, {count} of {each}"
+            kind = dtype if each == 1 else torch.float32
+            given, name = (randn(count * each, tokens, rows), count, kind), f"sum_leaves {tokens}, {count} of {each}"
             found.append(Case(name, "weft.ops.leaves_triton:sum_leaves", "leaves:sum_leaves", given, tolerance=0))
     return found
 

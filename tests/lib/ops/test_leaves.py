@@ -30,12 +30,12 @@ def check_shares(run: Callable[[Tensor, slice, int], Tensor], tokens: int, colum
     """Raise unless the leaves `run(index, columns, leaves)` of some tokens, on 1, 2 and 4 ranks, add up to those of all
     tokens on one rank."""
     order = torch.randperm(tokens)
-    whole = sum_leaves(run(order, slice(0, columns), LEAVES), LEAVES)
+    whole = sum_leaves(run(order, slice(0, columns), LEAVES), LEAVES, torch.float32)
     for count in (*(one for one in COUNTS if one <= tokens), tokens):
         for ranks in (1, 2, 4):
             own, leaves = columns // ranks, LEAVES // ranks
             cuts = [slice(rank * own, (rank + 1) * own) for rank in range(ranks)]
-            found = reduced([sum_leaves(run(order[:count], cut, leaves), leaves) for cut in cuts], "sum")
+            found = reduced([sum_leaves(run(order[:count], cut, leaves), leaves, torch.float32) for cut in cuts], "sum")
             assert torch.equal(found, whole[:count]), f"{count} of {tokens} tokens on {ranks} ranks"
 
 
@@ -58,7 +58,7 @@ def test_linear(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None
             parts = zip(weight.chunk(count), bias.chunk(count), strict=True)
             assert torch.equal(torch.cat([linear(x, *part, 1) for part in parts], -1), rows), f"{count} parts of rows"
     exact = x.double() @ weight.double().T + bias.double()
-    made = sum_leaves(linear(x, weight, bias, LEAVES), LEAVES).double()
+    made = sum_leaves(linear(x, weight, bias, LEAVES), LEAVES, torch.float32).double()
     assert made.dtype == torch.float64
     assert ((made - exact).norm() / exact.norm()).item() < 1e-5
 
@@ -132,7 +132,7 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
         check_shares(run, len(x), inner)
         whole, uncut = (run(torch.arange(len(x)), slice(0, inner), leaves) for leaves in (LEAVES, 0))
     expected = sum_parts(uncut, torch.float32)
-    assert ((sum_leaves(whole, LEAVES) - expected).norm() / expected.norm()).item() < 1e-2
+    assert ((sum_leaves(whole, LEAVES, torch.float32) - expected).norm() / expected.norm()).item() < 1e-2
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,7 +182,7 @@ def brute_force(values: list[float]) -> float:
 def test_leaves_are_a_balanced_tree(leaves: int, seed: int) -> None:
     x = torch.randn(leaves, 2, 3, generator=torch.Generator().manual_seed(seed))
     expected = [[brute_force(x[:, i, j].tolist()) for j in range(3)] for i in range(2)]
-    assert sum_leaves(x, leaves).tolist() == expected
+    assert sum_leaves(x, leaves, torch.float32).tolist() == expected
 
 
 def test_columns_that_are_no_multiple_are_refused() -> None:
