@@ -1,5 +1,5 @@
-"""Collectives between processes, by gloo and by an NCCL that is none: their results are those of the definition, and an
-exchange moves no more than its parts."""
+"""Collectives between processes, by gloo, by an NCCL that is none, and on GPUs: their results are those of the
+definition, and an exchange moves no more than its parts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +15,28 @@ from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.nccl import NcclEnd
 
 RANKS = (0, 1, 2)
-SHAPE, ITEMS = (6, 9), 54
-EFFECTS: list[tuple[Collective, int]] = [
-    (AllReduce(RANKS), 2 * ITEMS),
-    (AllReduce(RANKS, reduce_op="max"), 2 * ITEMS),
-    (AllGather(RANKS, dim=1), 2 * ITEMS),
-    (ReduceScatter(RANKS, dim=-1), 2 * ITEMS // 3),
-    (ReduceScatter(RANKS, reduce_op="min"), 2 * ITEMS // 3),
-    (AllToAll(RANKS, split_dim=0, concat_dim=1), 2 * ITEMS // 3),
-    (AllToAll(RANKS, split_dim=-1, concat_dim=0), 2 * ITEMS // 3),
-    (AllToAll(RANKS, split_dim=1, concat_dim=1), 2 * ITEMS // 3),
-]
-"""Each with the number of values that a rank sends to the others."""
 
 
-def inputs() -> list[Tensor]:
-    return [torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)) for rank in RANKS]
+def effects(ranks: tuple[int, ...]) -> list[tuple[Collective, int]]:
+    """Collectives of `inputs`, each with the number of values that a rank sends to the others."""
+    others, whole = len(ranks) - 1, 6 * len(ranks) ** 2
+    part = whole // len(ranks)
+    return [
+        (AllReduce(ranks), others * whole),
+        (AllReduce(ranks, reduce_op="max"), others * whole),
+        (AllGather(ranks, dim=1), others * whole),
+        (ReduceScatter(ranks, dim=-1), others * part),
+        (ReduceScatter(ranks, reduce_op="min"), others * part),
+        (AllToAll(ranks, split_dim=0, concat_dim=1), others * part),
+        (AllToAll(ranks, split_dim=-1, concat_dim=0), others * part),
+        (AllToAll(ranks, split_dim=1, concat_dim=1), others * part),
+    ]
+
+
+def inputs(count: int = len(RANKS)) -> list[Tensor]:
+    """A matrix of each rank."""
+    shape = 2 * count, 3 * count
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(count)]
 
 
 def on_gloo() -> list[tuple[Tensor, int]]:
@@ -45,22 +51,50 @@ def on_gloo() -> list[tuple[Tensor, int]]:
         send(tensors, peer, tag)
 
     end.send = counted  # type: ignore[method-assign]
-    for tag, (effect, _) in enumerate(EFFECTS):
+    for tag, (effect, _) in enumerate(effects(RANKS)):
         sent.clear()
         found.append((end.perform(effect, inputs()[transport.rank], tag), sum(sent)))
-    assert end.perform(EFFECTS[-1][0], torch.empty(0, 3), 0).shape == (0, 3)
+    assert end.perform(AllToAll(RANKS), torch.empty(0, 3), 0).shape == (0, 3)
     transport.close()
     return found
 
 
 def test_gloo_sends_each_rank_its_part() -> None:
     every = launch(on_gloo, len(RANKS))
-    for index, (effect, count) in enumerate(EFFECTS):
+    for index, (effect, count) in enumerate(effects(RANKS)):
         for rank, expected in enumerate(combine(effect, inputs())):
             made, sent = every[rank][index]
             assert torch.equal(made, expected), (effect, rank)
             assert made.is_contiguous()
             assert sent == count, (effect, rank)
+
+
+def on_gpus(backend: Any, dtype: torch.dtype) -> list[str]:
+    """The collectives whose results, eagerly or in a graph, are not those of the definition on this rank."""
+    transport = Distributed(backend=backend, timeout=60)
+    count, rank, device, wrong = transport.num_ranks, transport.rank, transport.device, []
+    given = [x.to(device, dtype) for x in inputs(count)]
+    for effect, _ in effects(tuple(range(count))):
+        expected = combine(effect, given)[rank]
+        eager, graph = transport.end.perform(effect, given[rank], 0), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = transport.end.perform(effect, given[rank], 0)
+        graph.replay()
+        transport.synchronize()
+        wrong += [f"{effect}"] * (not (torch.equal(eager, expected) and torch.equal(captured, expected)))
+        del graph
+    transport.close()
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 4])
+def test_gpus_get_what_is_defined(count: int, backend: str, dtype: torch.dtype) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    assert launch(on_gpus, count, backend, dtype, timeout=60) == [[]] * count
 
 
 class Group:
@@ -86,7 +120,7 @@ class Group:
         return self._fill(out, [given[self.rank] if i == self.rank else x for i, x in enumerate(self.others)])
 
 
-@pytest.mark.parametrize(("effect", "count"), EFFECTS, ids=[str(effect) for effect, _ in EFFECTS])
+@pytest.mark.parametrize(("effect", "count"), effects(RANKS), ids=map(str, dict(effects(RANKS))))
 @pytest.mark.parametrize("rank", RANKS)
 def test_nccl_receives_a_part_of_each_rank(effect: Collective, count: int, rank: int) -> None:
     others = inputs()
