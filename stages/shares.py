@@ -181,10 +181,10 @@ def cut_field(tensor: Tensor, whole: Field, own: Field) -> Tensor:
 def join_field(shares: Sequence[Tensor], own: Sequence[Field], whole: Field) -> Tensor:
     """A field's tensor from the shares of all ranks, in order: `cut_field`, undone."""
     made = shares[0].new_zeros(whole.shape)
-    parts = {(part.name, part.expert): part for part in whole.parts}
+    parts = {part.name: part for part in whole.parts}
     for tensor, field in zip(shares, own, strict=True):
         for part in field.parts:
-            parts[part.name, part.expert].place(made)[part.slices] = part.place(tensor)
+            parts[part.name].place(made)[part.slices] = part.place(tensor)
     return made
 
 

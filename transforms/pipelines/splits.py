@@ -74,8 +74,8 @@ def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
     >>> print(plan_splits(load_config(DEMO), 4, requests=8, machine=Machine(latency=2e-6)))
     --tp  --pp  cohorts     step  tokens/s                bound by
        1     4        4  8.57 us   933,165  ############  transfers    best
-       2     2        2  32.4 us   247,118  ###           collectives
-       4     1        1  28.5 us   281,178  ####          collectives
+       2     2        2  34.4 us   232,758  ###           collectives
+       4     1        1  30.4 us   262,783  ###           collectives
     """
     check_values(f"plan_splits(config, {num_gpus!r})", {"num_gpus": COUNT}, {"num_gpus": num_gpus}, ProgramError)
     found, refused = list[Prediction](), ""
