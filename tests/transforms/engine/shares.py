@@ -88,11 +88,18 @@ def prompt_of(given: Any) -> Any:
     return EmbedsPrompt(ids, embeds, places if given == "image" else None)
 
 
-def model_of(kind: str, stage: tuple[int, int] = (0, 1), shard: Share = WHOLE, seed: int = 1, **kinds: Any) -> Model:
+def model_of(
+    kind: str,
+    stage: tuple[int, int] = (0, 1),
+    shard: Share = WHOLE,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **kinds: Any,
+) -> Model:
     """A share of a random model, which is without a checkpoint, on torch's default device."""
     config, device = config_of(kind), torch.get_default_device()
     layout = split_model(config, stage[1])[stage[0]]
-    params = random_params(config, layout, seed=seed, device=device, dtype=torch.float32, std=0.3, shard=shard)
+    params = random_params(config, layout, seed=seed, device=device, dtype=dtype, std=0.3, shard=shard)
     return Model(config, params, None, Path("a small model"), layout=layout, shard=shard, **kinds)
 
 

@@ -1,0 +1,118 @@
+"""Engines whose sums are cut into leaves give the same bits on 1, 2 and 4 ranks that share layers, and on 2 x 2 ranks,
+however their requests are batched."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from shares import LIMITS, PROMPTS, Asked, model_of, run, run_rank
+
+import weft
+from weft.errors import ConfigError, ProgramError, RequestError
+from weft.stages.functions import StageFunctions
+from weft.transforms.engine.options import Speculation
+from weft.transforms.pipelines.transports.launch import launch
+
+LEAVES = 4
+CUT = {"functions": StageFunctions(batch_invariant=True, reduction_leaves=LEAVES)}
+OTHERWISE = attrs.evolve(LIMITS, max_num_reqs=2, max_num_tokens=5)
+"""Requests in twos, whose prompts are read in other chunks."""
+EVERY: dict[str, Asked] = {
+    "plain": Asked(),
+    "graphs": Asked(options={"graph": "full_and_piecewise"}),
+    "batched otherwise": Asked(limits=OTHERWISE, options={"graph": "none"}),
+    "bfloat16": Asked(model={"dtype": torch.bfloat16}),
+    "bfloat16, batched otherwise": Asked(model={"dtype": torch.bfloat16}, limits=OTHERWISE),
+    "one kv head": Asked("one kv head", model={"dtype": torch.bfloat16}),
+    "biases": Asked("biases", model={"dtype": torch.bfloat16}),
+    "experts": Asked("experts", model={"dtype": torch.bfloat16}),
+    "prompt logprobs": Asked(sampling={"prompt_logprobs": 2}, twice=True),
+    "adapters": Asked(adapters=True, model={"dtype": torch.bfloat16}),
+    "lookup": Asked(options={"speculation": Speculation(2, ngram=(1, 2)), "graph": "full"}),
+    "long": Asked("one kv head", prompts=([*range(36)], *PROMPTS), model={"dtype": torch.bfloat16}),
+}
+EVERY = {name: attrs.evolve(asked, model={**CUT, **asked.model}) for name, asked in EVERY.items()}
+SAME = {"batched otherwise": "plain", "graphs": "plain", "bfloat16, batched otherwise": "bfloat16", "lookup": "plain"}
+"""Ways to ask the same."""
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {name: run(asked, model_of(asked.kind, **asked.model))[0] for name, asked in EVERY.items()}
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (4, 4), (2, 4)], ids=["tp 2", "tp 4", "tp 2 x pp 2"])
+def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    tensor, ranks = request.param
+    in_float32 = {name: asked for name, asked in EVERY.items() if "dtype" not in asked.model}
+    others = {name: asked for name, asked in EVERY.items() if name not in in_float32}
+    # A transport's messages of one class of batch have one dtype.
+    found = [launch(run_rank, ranks, asked, tensor, timeout=180) for asked in (in_float32, others)]
+    return [{**one, **other} for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_any_number_of_ranks_says_the_same_bits(
+    name: str, alone: Mapping[str, Any], shared: list[dict[str, Any]]
+) -> None:
+    for rank, every in enumerate(shared):
+        assert every[name][0] == alone[name], f"rank {rank}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_other_batches_have_the_same_bits(name: str, alone: Mapping[str, Any]) -> None:
+    assert alone[name] == alone[SAME[name]]
+
+
+@pytest.mark.slow
+def test_without_leaves_other_numbers_of_ranks_have_other_bits() -> None:
+    """The models can tell."""
+    uncut = {"functions": StageFunctions(batch_invariant=True)}
+    asked = {name: attrs.evolve(EVERY[name], model={**EVERY[name].model, **uncut}) for name in ("plain", "bfloat16")}
+    wanted = {name: run(own, model_of(own.kind, **own.model))[0] for name, own in asked.items()}
+    found = launch(run_rank, 2, asked, 2, timeout=60)
+    assert all(found[0][name][0] != wanted[name] for name in asked)
+
+
+# What cannot be cut is refused
+
+
+def test_sums_that_cannot_be_cut_are_refused() -> None:
+    model = model_of("experts")
+    with pytest.raises(ConfigError, match=r"reduction_leaves=16(.|\n)*moe_intermediate_size=8(.|\n)*a multiple"):
+        model.with_stages(batch_invariant=True, reduction_leaves=16)
+    with pytest.raises(ConfigError, match=r"reduction_leaves=64(.|\n)*4 heads of head_dim=8"):
+        model.with_stages(batch_invariant=True, reduction_leaves=64)
+    with pytest.raises(ConfigError, match=r"reduction_leaves=2(.|\n)*4 ranks(.|\n)*divides 2"):
+        model_of("qwen3", shard=(1, 4)).with_stages(batch_invariant=True, reduction_leaves=2)
+    with pytest.raises(ProgramError, match=r"reduction_leaves=2(.|\n)*batch_invariant=True, too"):
+        model.with_stages(reduction_leaves=2)
+    with pytest.raises(RequestError, match=r"reduction_leaves=2(.|\n)*batch_invariant=True, too"):
+        weft.load("demo", "cpu", reduction_leaves=2)
+    with pytest.raises(RequestError, match=r"reduction_leaves(.|\n)*a power of two"):
+        weft.load("demo", "cpu", batch_invariant=True, reduction_leaves=3)
+    with pytest.raises(ProgramError, match=r"reduction_leaves=2(.|\n)*feed_forward=f(.|\n)*attend=f or layers"):
+        model.with_stages(
+            batch_invariant=True, reduction_leaves=2, feed_forward=lambda config, layer, batch, x: x.plain
+        )
+
+
+def test_the_leaves_are_in_the_facts_of_a_model() -> None:
+    """They are other bits: so ranks must agree on them, and a certificate has them."""
+    cut = weft.load("demo", "cpu", batch_invariant=True, reduction_leaves=4)
+    other = weft.load("demo", "cpu", batch_invariant=True)
+    assert "4 reduction leaves" in cut.facts["stages"]
+    assert other.facts["stages"] == "batch invariant"
+    assert cut.facts["stages"] == other.with_stages(reduction_leaves=4).facts["stages"]
+    given: dict[str, Any] = {"max_tokens": 4, "seed": 0}
+    made = [weft.generate(model, ["A list"], **given)[0].certificate() for model in (cut, other)]
+    assert made[0].program != made[1].program
+    [found] = weft.verify(made[0], other)
+    assert "program" in found.other_facts
+    [found] = weft.verify(made[0], other.with_stages(reduction_leaves=4), pipeline=2)
+    assert found.equal
