@@ -84,11 +84,12 @@ def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> Moe
 def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1) -> None:
     """Raise ConfigError for sums that cannot be cut evenly into leaves, or leaves that ranks cannot share evenly."""
     unit = leaves * (1 if config.fp8 is None or leaves == 1 else BLOCK)
-    sizes = {f"{config.num_heads} heads of head_dim={config.head_dim}": config.num_heads * config.head_dim}
+    heads = config.num_heads * config.head_dim
+    sizes = {f"{heads} columns of {config.num_heads} heads": heads}
     sizes |= {f"{name}={size}": size for name, size in _inner_sizes(config).items()}
     if uneven := next((name for name, size in sizes.items() if size % unit), None):
-        in_fp8 = f" times {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
-        instead = f"reduction_leaves of which the columns are a multiple{in_fp8}; or 1, for one number of ranks"
+        in_fp8 = f" into multiples of {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
+        instead = f"a power of two that divides them{in_fp8}; or 1, whose bits are those of one number of ranks"
         raise ConfigError(f"{call} with reduction_leaves={leaves}", uneven, instead)
     shared = None if config.moe is None or leaves == 1 or num_ranks == 1 else share_config(config, num_ranks).moe
     if shared is not None and shared.held is not None:
