@@ -44,14 +44,34 @@ def alone() -> dict[str, Any]:
     return {name: run(asked, model_of(asked.kind, **asked.model))[0] for name, asked in EVERY.items()}
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 4), (2, 4)], ids=["tp 2", "tp 4", "tp 2 x pp 2"])
+SPLITS = [pytest.param((2, 2), id="tp 2"), pytest.param((4, 4), id="tp 4"), pytest.param((2, 4), id="tp 2 x pp 2")]
+
+
+@pytest.fixture(scope="module", params=SPLITS)
 def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    tensor, ranks = request.param
+    return found_by(*request.param)
+
+
+def found_by(tensor: int, ranks: int, backend: str = "gloo") -> list[dict[str, Any]]:
+    """What each rank finds."""
     in_float32 = {name: asked for name, asked in EVERY.items() if "dtype" not in asked.model}
     others = {name: asked for name, asked in EVERY.items() if name not in in_float32}
     # A transport's messages of one class of batch have one dtype.
-    found = [launch(run_rank, ranks, asked, tensor, timeout=180) for asked in (in_float32, others)]
+    found = [launch(run_rank, ranks, asked, tensor, backend, timeout=180) for asked in (in_float32, others)]
     return [{**one, **other} for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_number_of_gpus_says_the_same_bits(split: tuple[int, int], backend: str) -> None:
+    if torch.cuda.device_count() < split[1]:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    every = found_by(*split, backend)
+    with torch.device("cuda:0"):
+        for name, asked in EVERY.items():
+            wanted = run(asked, model_of(asked.kind, **asked.model))[0]
+            assert all(found[name][0] == wanted for found in every), name
 
 
 @pytest.mark.slow
