@@ -38,7 +38,8 @@ _NOWHERE = {
     **_all("return_dict_in_generate", "leave it out: a weft.Completion has text, token_ids and logprobs"),
     **_all("tokenizer tokenizer_mode", "leave it out: weft.load reads the folder's tokenizer.json"),
     **_all("trust_remote_code", "leave it out: weft runs no code of a checkpoint"),
-    **_all("data_parallel_size tensor_parallel_size tp_size", "nothing like it: pipeline=... splits the layers"),
+    **_all("data_parallel_size", "nothing like it: a process for each copy of the model"),
+    **_all("tensor_parallel_size tp_size", "Engine(model, tensor=n), in a process for each rank"),
 }
 """Names without an equivalent, or without a use."""
 

@@ -147,15 +147,50 @@ def kernel_args(name: str) -> list[tuple[Any, ...]]:
 def test_interpreted_kernels_of_ranks_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
     """Bit for bit where a rank has the expert, and exactly 0 elsewhere; near the reference."""
     every = kernel_args(name)
-    whole, *shares = interpret(_INTERPRETED, every, tmp_path)
-    experts, held = every[0][7].T, len(every[1][2])
+    found = interpret(_INTERPRETED, every, tmp_path)
+    assert_shares(every, found)
+    for args, made in zip(every, found, strict=True):
+        near = 5e-2 if args[1] is not None else 1e-4
+        torch.testing.assert_close(made, _run_experts.reference(*args[:-2]), rtol=1e-2, atol=near)
+
+
+def assert_shares(every: list[tuple[Any, ...]], found: list[Tensor]) -> None:
+    """The rows of each rank are the whole's where it has the expert, and 0 elsewhere. Rank 1 has no pair."""
+    (whole, *shares), experts, held = found, every[0][7].T, len(every[1][2])
     assert not whole.isnan().any()
-    for rank, found in enumerate(shares):
+    for rank, made in enumerate(shares):
         own = (experts >= rank * held) & (experts < (rank + 1) * held)
-        assert torch.equal(found, torch.where(own[:, :, None], whole, 0)), f"rank {rank}"
+        assert torch.equal(made, torch.where(own[:, :, None], whole, 0)), f"rank {rank}"
         assert rank != 1 or not own.any()
-        reference = _run_experts.reference(*every[rank + 1][:-2])
-        torch.testing.assert_close(found, reference, rtol=1e-2, atol=5e-2 if every[0][1] is not None else 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_ranks_are_those_of_the_whole(name: str) -> None:
+    """On a GPU, and in graphs, whose replays find other experts than their capture."""
+    from weft.ops.experts.products_triton import run_tiles
+
+    experts = kernel_args(name)[0][7].cuda()
+    every = list[tuple[Any, ...]]()
+    for args in kernel_args(name):
+        every.append((*(x.cuda() if isinstance(x, Tensor) else x for x in args[:7]), experts, *args[8:]))
+    chosen = experts.clone()
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        eager, graphs, captured = [run_tiles(*args) for args in every], [], []
+        experts.copy_(chosen.flip(0).fill_(int(chosen[0, 0])))
+        for args in every:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                captured.append(run_tiles(*args))
+        experts.copy_(chosen)
+        for graph in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_shares(every, eager)
+    assert_shares(every, captured)
 
 
 def test_a_rank_in_fp8_has_the_rows_of_the_whole() -> None:

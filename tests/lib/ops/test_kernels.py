@@ -181,7 +181,7 @@ def leaves() -> list[Case]:
 def experts() -> list[Case]:
     small, large, whole = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True), Tile(256, 16, 128, 4, 2)
     found = []
-    for tokens, top_k, num, fp8, tiles, leaves in (
+    for tokens, top_k, num, fp8, tiles, leaves, *own in (
         (1, 2, 4, False, (small, small), 0),
         (1, 2, 4, False, (small, small), 2),
         (1, 2, 4, True, (attrs.evolve(small, sort=True), small), 0),
@@ -197,6 +197,9 @@ def experts() -> list[Case]:
         (300, 2, 3, False, (large, attrs.evolve(small, sort=True)), 0),
         (300, 2, 3, False, (attrs.evolve(large, columns=16), large), 0),
         (300, 2, 3, False, (attrs.evolve(large, columns=16), large), 2),
+        (9, 2, 4, True, (whole, small), 0, 1, 3),
+        (300, 2, 6, True, (large, attrs.evolve(large, rows=128)), 0, 2, 4),
+        (300, 2, 6, False, (attrs.evolve(small, sort=True), large), 0, 0, 2),
     ):
         hidden, inner = (160, 128 * max(leaves, 1)) if fp8 else (40, 24)
         x = randn(tokens, hidden)
@@ -208,8 +211,9 @@ def experts() -> list[Case]:
         # No token chooses the last expert, if there are several.
         chosen = torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
         weights = torch.rand(tokens, top_k, generator=GENERATOR)
-        rest = weights, chosen.contiguous(), torch.float32, 0, num
-        args = (x, scales, gate_up, gate_up_scale, down, down_scale, *rest)
+        start, stop = own or (0, num)  # the experts that are here
+        held = [None if one is None else one[start:stop] for one in (gate_up, gate_up_scale, down, down_scale)]
+        args = (x, scales, *held, weights, chosen.contiguous(), torch.float32, start, num)
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
         name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts.products_triton:run_tiles"

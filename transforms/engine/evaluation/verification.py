@@ -111,8 +111,7 @@ def verify(
     Args:
         certificates: of one completion or several, by models of the same weights.
         model: from `weft.load`; it is made batch invariant. With the `reduction_leaves` that the certified model had,
-            `tensor` may be another one; the result is then `equal, with other weights`, since the digest of shares is
-            not that of whole layers.
+            `tensor` may be another one.
         pipeline, tensor, graph, transport, speculation, limits: as `Engine` takes them. Every rank makes the same call.
         adapters: the LoRA adapters that the certificates name by their digests.
 
