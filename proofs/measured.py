@@ -257,6 +257,26 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
         yield record.row(f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine)
 
 
+def shared_rows() -> Iterator[tuple[str, ...]]:
+    """Collectives of two GPUs next to NCCL's own, and models whose layers they share next to the peer's."""
+    record = read("h100x2-collectives")
+    took = {(row["way"], row["collective"], *row["shape"]): row["graph_us"] for row in record.data["rows"]}
+    for (way, collective, *shape), us in took.items():
+        if way == "peer":
+            what = f"`{collective}` of {shape} bfloat16 in a graph, `peer`"
+            yield record.row(
+                what, f"{us:.1f} µs", f"NCCL's own {took['ncclAllReduce', collective, *shape]:.1f}", "2 H100"
+            )
+    record = read("h100x2-tensor")
+    peers = {(row["preset"], row["num_requests"]): row["output_tokens_per_s"] for row in record.data["vllm"]["rows"]}
+    for run in record.data["runs"]:
+        requests = run["rows"][0]["num_requests"]
+        what = f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']}, `--tp 2`"
+        peer = peers.get((run["preset"], requests))
+        against = f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}" if peer else ""
+        yield record.row(what, f"{span(speeds(run['rows']), '{:,.0f}')} tokens/s", against, "2 H100, `peer`")
+
+
 def http_rows() -> Iterator[tuple[str, ...]]:
     """`weft serve` next to an engine without HTTP, by our client and by vLLM's."""
     record = read("h200-http")
@@ -299,8 +319,8 @@ def client_rows() -> Iterator[tuple[str, ...]]:
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
     served = serving_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows
-    others = start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, predicted_rows, http_rows, client_rows
-    for rows in (*served, *others):
+    others = start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, shared_rows, predicted_rows
+    for rows in (*served, *others, http_rows, client_rows):
         yield from rows()
 
 

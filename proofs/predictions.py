@@ -6,6 +6,7 @@ itself took (`bench.transfers`). Then `predict_decode` says the time of a token 
 what was measured there.
 """
 
+import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import attrs
 import torch
 
 from weft.display.tables import Table
-from weft.meshes.collectives import Collective
+from weft.meshes.collectives import AllToAll, Collective
 from weft.proofs.records import Record, read
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.random_weights import PRESETS
@@ -124,16 +125,19 @@ def decodes() -> Iterator[Decode]:
 
 
 def measured_collective() -> Callable[[Collective], float]:
-    """The seconds of a collective of 2 H100s by `peer`: those of the all-reduces of `bench.collectives`, between whose
-    sizes, and past the largest, they lie on lines."""
-    rows = [row for row in read("h100x2-collectives").data["rows"] if row["way"] == "peer"]
-    sizes = [row["tokens"] * 2048 * 2 for row in rows]
-    points: list[tuple[int, float]] = list(zip(sizes, (row["graph_us"] / 1e6 for row in rows), strict=True))
-    lines = list(pairwise(points))
+    """The seconds of a collective of 2 H100s by `peer`: those of the all-to-alls of `bench.collectives`, and for any
+    other that of an all-reduce of its bytes. Between the measured sizes, and past the largest, they lie on lines."""
+    points = dict[bool, list[tuple[int, float]]]()
+    for row in read("h100x2-collectives").data["rows"]:
+        if row["way"] == "peer":
+            is_exchange = row["collective"].startswith("all_to_all")
+            points.setdefault(is_exchange, []).append((math.prod(row["shape"]) * 2, row["graph_us"] / 1e6))
+    lines = {kind: list(pairwise(own)) for kind, own in points.items()}
 
     def seconds(effect: Collective) -> float:
-        size = collective_bytes(effect)
-        (small, fast), (large, slow) = lines[min(max(bisect_left(sizes, size) - 1, 0), len(lines) - 1)]
+        size, kind = collective_bytes(effect), isinstance(effect, AllToAll)
+        place = bisect_left([known for known, _ in points[kind]], size) - 1
+        (small, fast), (large, slow) = lines[kind][min(max(place, 0), len(lines[kind]) - 1)]
         return fast + (slow - fast) * (size - small) / (large - small)
 
     return seconds

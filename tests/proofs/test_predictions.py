@@ -4,13 +4,19 @@ import attrs
 import pytest
 import torch
 
-from weft.effects import AllGather, AllReduce, Schema, TensorSchema
+from weft.effects import AllGather, AllReduce, AllToAll, Schema, TensorSchema
 from weft.proofs.predictions import Decode, calibrate, decodes, machines, measured_collective, predicted, table
 from weft.proofs.records import read
 from weft.transforms.pipelines.hardware import Machine
 
 WITHIN = 0.1
-EXPLAINED = {("qwen3-30b-a3b-fp8", 2, 1, 1), ("qwen3-30b-a3b-fp8", 2, 1, 128), ("qwen3-30b-a3b-fp8", 1, 4, 512)}
+EXPLAINED = {
+    ("qwen3-0.6b", 2, 1, 1),
+    ("qwen3-0.6b", 2, 1, 128),
+    ("qwen3-30b-a3b-fp8", 2, 1, 1),
+    ("qwen3-30b-a3b-fp8", 2, 1, 128),
+    ("qwen3-30b-a3b-fp8", 1, 4, 512),
+}
 """Decodes that something bounds which no prediction knows (`proofs/bench/NOTES.md`)."""
 
 
@@ -51,9 +57,11 @@ def test_collectives_take_what_was_measured_and_lines_between() -> None:
 
     for row in read("h100x2-collectives").data["rows"]:
         if row["way"] == "peer":
-            assert of(row["tokens"]) == pytest.approx(row["graph_us"] / 1e6)
+            kind = AllReduce((0, 1)) if "reduce" in row["collective"] else AllToAll((0, 1), concat_dim=1)
+            given = Schema((TensorSchema("x", tuple(row["shape"]), torch.bfloat16),))
+            assert seconds(attrs.evolve(kind, schema=given)) == pytest.approx(row["graph_us"] / 1e6)
     assert of(192) == pytest.approx((of(128) + of(256)) / 2)
-    assert of(4096) == pytest.approx(of(2048) + (of(2048) - of(256)) * 2048 / 1792)
+    assert of(16384) == pytest.approx(of(8192) + (of(8192) - of(4096)) * 2)
 
 
 def test_the_table_has_every_decode() -> None:

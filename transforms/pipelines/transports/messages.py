@@ -176,13 +176,16 @@ class ProcessLink:
             self._drain()
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
+        edges = puts(Step(self.monitor.rank, effect), self.monitor.num_ranks)
+        if not edges:  # the output of a pipeline of one stage, which no other rank gets
+            return
         tensors = [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
         for tensor in tensors:
             self._refuse_odd(effect, tensor)
         leaves = [dense(x) for x in tensors if x.numel()]
         key = self._key(effect, self.monitor.rank)
         layout = self._layout(effect, key, MessageLayout.of(value))
-        for edge in puts(Step(self.monitor.rank, effect), self.monitor.num_ranks):
+        for edge in edges:
             header = self.agreement.header(edge.to, self._first + effect.microbatch, isinstance(effect, Broadcast))
             if key not in (sent := self._layouts_sent.setdefault(edge.to, {})):
                 header["layout"] = layout.dumps(f"rank {self.monitor.rank}: '{effect}'")
