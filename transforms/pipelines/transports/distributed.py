@@ -23,7 +23,8 @@ from weft.transforms.pipelines.transports.gloo import GlooEnd
 from weft.transforms.pipelines.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
 from weft.transforms.pipelines.transports.monitor import END, Monitor
 from weft.transforms.pipelines.transports.nccl import NcclEnd
-from weft.transforms.pipelines.transports.network import Network, shared_secret
+from weft.transforms.pipelines.transports.network import Network, Secret, private_folder, shared_secret
+from weft.transforms.pipelines.transports.places import Places
 from weft.transforms.pipelines.transports.records import START, Records
 from weft.transforms.pipelines.transports.watchdog import Watchdog
 from weft.transforms.pipelines.transports.wire import Wire
@@ -84,7 +85,8 @@ class Distributed:
         self._busy = threading.Lock()
         self._session: object = None  # the mail of the session that has messages under way
         with shared_secret(network.secret, store, self.rank) as secret:
-            records = Records(store, self.rank, root_store(store), secret, _host(), prefix)
+            places = _make_places(network, secret, prefix, self.rank, self.num_ranks)
+            records = Records(store, self.rank, root_store(store), secret, _host(), prefix, places)
             self.monitor = Monitor(records, self.num_ranks, timeout)
             end = _make_end(self.backend, self.monitor, self.device, network)
             wire = Wire(self.rank, self.num_ranks, secret, network.address)
@@ -98,7 +100,7 @@ class Distributed:
             self._connect(wire, start)
 
     def _connect(self, wire: Wire, timeout: float) -> None:
-        monitor = self.monitor
+        monitor, places = self.monitor, self.monitor.records.places
         try:
             monitor.records.write(f"wire/{self.rank}", wire.address)
             addresses = [monitor.wait(f"wire/{peer}", peer, timeout) for peer in range(self.num_ranks)]
@@ -108,9 +110,13 @@ class Distributed:
                     wire.connect(peer, addresses[peer], timeout)
                 wire.await_ranks(timeout)
                 self._link.end.connect(timeout)
+                if places is not None:
+                    places.meet()
                 wire.meet()
 
             monitor.connect_together(connect, timeout)
+            if places is not None:
+                places.unlink()
         except RankError as error:
             self._watchdog.stand_down(error)
             raise
@@ -296,6 +302,16 @@ def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
         raise RankError(call, cause, "look whether rank 0, or its launcher, has started", 0, START, cause) from error
 
 
+def _make_places(network: Network, secret: Secret, prefix: str, rank: int, num_ranks: int) -> Places | None:
+    """The places of the ranks, in files whose names only the ranks of the run know; None: on several machines, or
+    where no such file can be made."""
+    names = [secret.tag(b"place", prefix.encode(), str(one).encode()).hex() for one in range(num_ranks)]
+    try:
+        return Places([private_folder() / name for name in names], rank) if network.one_node else None
+    except (OSError, ProgramError):
+        return None
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
@@ -315,6 +331,8 @@ def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog, monitor: Monitor
         end.close()
     wire.close()
     watchdog.close()
+    if (places := monitor.records.places) is not None:
+        places.unlink()
 
 
 def _check(backend: str, device: torch.device) -> None:

@@ -222,7 +222,7 @@ class ProcessLink:
         self._refuse_odd(effect, x)
         self._meetings += 1
         met, others = self.agreement.meet(str(effect), self._meetings), set(effect.ranks) - {self.monitor.rank}
-        with self.monitor.at_collective(effect, self._meetings, at_once=not self._on_device):
+        with self.monitor.at_collective(effect, self._meetings):
             for peer in sorted(others):
                 self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
             for peer in sorted(others):

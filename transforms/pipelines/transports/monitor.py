@@ -67,7 +67,6 @@ class Monitor:
         self.clock = clock or Clock()
         self.failure: Failure | None = None
         self.here = Position()
-        self._written: Position | None = None
         self.liveness = Liveness(self.clock)
         self._programs: dict[str, CheckedPrograms] = {}
 
@@ -84,8 +83,8 @@ class Monitor:
             RankError: a rank failed before.
         """
         self._raise(self.failure, "the next step")
-        # Not to be published: the first instruction will be, and before the first step others wait for a start.
-        self.here = self._written = Position(self.here.step + 1, checked.digest, 0, BEGIN, self.here.meetings)
+        # Not to be written: the first instruction will be, and before the first step others wait for a start.
+        self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN, self.here.meetings)
         self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
         if len(self._programs) > _MAX_PROGRAMS:
@@ -93,38 +92,20 @@ class Monitor:
 
     def move_to(self, index: int, instruction: object) -> None:
         """Write what this rank is about to do."""
-        self.here = attrs.evolve(self.here, index=index, instruction=str(instruction))
-        self.publish(self.records)
+        self._move(attrs.evolve(self.here, index=index, instruction=str(instruction)))
+
+    def _move(self, here: Position) -> None:
+        self.here = here
+        self.records.write_position(here)
 
     @contextmanager
-    def at_collective(self, effect: Collective, number: int, *, at_once: bool = True) -> Iterator[None]:
+    def at_collective(self, effect: Collective, number: int) -> Iterator[None]:
         """Within, this rank takes part in a collective, inside an effect of its program; `number` counts them. After an
-        error the rank stays there, so that the others hear where it failed.
-
-        Args:
-            effect, number: the collective.
-            at_once: write that now, and the return; otherwise the watchdog publishes it if the rank stays there. On a
-                device the host goes on to the next collective in the time that two records take.
-        """
+        error the rank stays there, so that the others hear where it failed."""
         before = self.here.instruction
-        instruction = f"{effect}{_NUMBER}{number}"
-        self.here = attrs.evolve(self.here, instruction=instruction, meetings=number)
-        if at_once:
-            self.publish(self.records)
+        self._move(attrs.evolve(self.here, instruction=f"{effect}{_NUMBER}{number}", meetings=number))
         yield
-        self.here = attrs.evolve(self.here, instruction=before)
-        if at_once:
-            self.publish(self.records)
-
-    def publish(self, records: Records) -> None:
-        """Write where this rank is, if that is not written.
-
-        Args:
-            records: of the thread that calls.
-        """
-        while (here := self.here) is not self._written:
-            records.write_position(here)
-            self._written = here
+        self._move(attrs.evolve(self.here, instruction=before))
 
     def move_to_sync(self) -> None:
         """Write that this rank waits for its device, and how many times it has done so since its last step."""

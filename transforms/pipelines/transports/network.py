@@ -99,7 +99,7 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
     if given is not None:
         yield given
         return
-    folder = _private_folder()
+    folder = private_folder()
     if rank == 0:
         secret, name = Secret.fresh(), secrets.token_hex(8)
         file = folder / name
@@ -129,8 +129,12 @@ def _read(file: Path) -> bytes | None:
         return None
 
 
-def _private_folder() -> Path:
-    """The folder of secrets, which only this user may read or write."""
+def private_folder() -> Path:
+    """The folder for what ranks of one machine share, which only this user may read or write.
+
+    Raises:
+        ProgramError: others may, too.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"weft-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Records: what each rank's process writes for the others, in a store that all can reach.
+"""Records: what each rank's process writes for the others, in a store that all can reach, or in memory of one machine.
 
 Each rank writes what it is about to do before it does it, and the first rank that fails writes why. A launcher writes
 how a process ended. A rank that waits in vain reads all three.
@@ -13,9 +13,12 @@ import attrs
 from weft.errors import RankError
 from weft.transforms.pipelines.transports.failures import Clock, Failure
 from weft.transforms.pipelines.transports.network import SECRET, Secret, Store
+from weft.transforms.pipelines.transports.places import Places
 
 T = TypeVar("T")
 
+_LONGEST = 4096
+"""Characters of an instruction."""
 START = "its start"
 """The instruction of a rank before its first step."""
 
@@ -59,6 +62,7 @@ class Records:
         secret: the run's; every record is sealed with it.
         host: the rank whose process hosts the store; None: a launcher's process does.
         prefix: of the store's keys. A record that was sealed under another prefix is not a record of this transport.
+        places: where the ranks are, if all of them are on one machine; None: in the store.
 
     Every method raises RankError if the store is gone, or holds a record that no rank of the run wrote.
     """
@@ -69,6 +73,7 @@ class Records:
     secret: Secret
     host: int | None = None
     prefix: str = ""
+    places: Places | None = None
 
     def has(self, key: str) -> bool:
         """Whether something was written under a key."""
@@ -87,11 +92,17 @@ class Records:
 
     def write_position(self, position: Position) -> None:
         """Write where this rank is."""
-        self.write(f"at/{self.rank}", attrs.astuple(position))
+        fields = attrs.astuple(attrs.evolve(position, instruction=position.instruction[:_LONGEST]))
+        if self.places is None:
+            self.write(f"at/{self.rank}", fields)
+        else:
+            self.places.write(json.dumps(fields, ensure_ascii=False).encode())
 
     def position(self, rank: int) -> Position:
         """The place that a rank last wrote."""
-        key = f"at/{rank}"
+        key, written = f"at/{rank}", None if self.places is None else self.places.read(rank)
+        if written is not None:
+            return Position(*json.loads(written))
         return Position(*self.read(key)) if self.has(key) else Position()
 
     def write_beat(self, count: int, position: Position | None) -> None:

@@ -177,8 +177,6 @@ class Watchdog:
         if self._has_moved():
             self._since = monitor.clock.now()
         oldest = self._launches[0].position if self._launches else None
-        if self._device is not None:
-            self._host.publish(records)
         self._count += 1
         records.write_beat(self._count, oldest)
         late = monitor.clock.now() - self._since

@@ -1,0 +1,66 @@
+"""Places in memory of one machine: read as they were written, also while they are written, and after a kill."""
+
+import multiprocessing as mp
+import os
+import signal
+import stat
+from pathlib import Path
+
+from weft.transforms.pipelines.transports.places import Places
+
+
+def files(folder: Path) -> list[Path]:
+    return [folder / "0", folder / "1"]
+
+
+def test_a_text_is_read_as_it_was_written(tmp_path: Path) -> None:
+    own, other = Places(files(tmp_path), 0), Places(files(tmp_path), 1)
+    assert other.read(0) is own.read(1) is None
+    for text in (b"", b"first", b"x" * (2**15 - 8), b"last"):
+        own.write(text)
+        assert own.read(0) == other.read(0) == text
+    assert stat.S_IMODE(os.stat(tmp_path / "0").st_mode) == 0o600
+
+
+def test_files_without_names_are_read_by_those_who_met(tmp_path: Path) -> None:
+    own, other = Places(files(tmp_path), 0), Places(files(tmp_path), 1)
+    other.meet()
+    own.unlink()
+    own.unlink()
+    own.write(b"here")
+    assert other.read(0) == b"here"
+    assert [file.name for file in tmp_path.iterdir()] == ["1"]
+    assert Places(files(tmp_path), 1).read(0) is None
+
+
+def write_for_ever(folder: Path) -> None:
+    own, count = Places(files(folder), 0), 0
+    while True:
+        count += 1
+        own.write(bytes(str(count), "ascii") * (1 + count % 2000))
+
+
+def test_a_killed_writer_leaves_whole_texts(tmp_path: Path) -> None:
+    """A text is a number, several times: those that are torn are not."""
+    process = mp.get_context("spawn").Process(target=write_for_ever, args=(tmp_path,))
+    process.start()
+    try:
+        other, seen = Places(files(tmp_path), 1), set[bytes]()
+        while len(seen) < 200:
+            text = other.read(0)
+            if text is None:
+                continue
+            seen.add(text)
+            assert is_whole(text)
+    finally:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    last = other.read(0)
+    assert last is not None
+    assert is_whole(last)
+
+
+def is_whole(text: bytes) -> bool:
+    """Whether a text is a number n, 1 + n % 2000 times."""
+    return any(text == text[:size] * (1 + int(text[:size]) % 2000) for size in range(1, 12) if len(text) % size == 0)

@@ -1,0 +1,80 @@
+"""Places: where each rank of a machine is, in memory that its ranks share.
+
+A rank writes its place before each effect, which by the store would take longer than many effects do. Another rank can
+still read it after the process was killed.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_SLOT = 2**15
+_HEAD = struct.Struct("<Q")
+_SIZE = _HEAD.size + 2 * _SLOT
+
+
+class Places:
+    """The files of the ranks. Each has two slots, which take turns, and the number of texts written so far: a text that
+    is being written is not the one that is read.
+
+    Args:
+        files: of all ranks, in a folder that only this user can read. The own one is made here.
+        rank: this one.
+
+    Raises:
+        OSError: the own file cannot be made.
+    """
+
+    def __init__(self, files: Sequence[Path], rank: int) -> None:
+        self._files, self._rank, self._count = files, rank, 0
+        self._maps: dict[int, mmap.mmap] = {}
+        self.unlink()  # that of a run that was killed
+        self._open(rank, os.O_CREAT | os.O_EXCL)
+
+    def _open(self, rank: int, flags: int = 0) -> mmap.mmap:
+        descriptor = os.open(self._files[rank], os.O_RDWR | flags, 0o600)
+        try:
+            if flags:
+                os.ftruncate(descriptor, _SIZE)
+            self._maps[rank] = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        return self._maps[rank]
+
+    def meet(self) -> None:
+        """Open the files of all ranks, as far as they are there: later they have no names any more."""
+        for rank in range(len(self._files)):
+            self._find(rank)
+
+    def unlink(self) -> None:
+        """Take the own file's name away: those who have opened it keep it."""
+        with suppress(FileNotFoundError):
+            self._files[self._rank].unlink()
+
+    def write(self, text: bytes) -> None:
+        """Write this rank's text, of at most 2**15 - 8 bytes."""
+        own, self._count = self._maps[self._rank], self._count + 1
+        start = _HEAD.size + self._count % 2 * _SLOT
+        own[start : start + _HEAD.size + len(text)] = _HEAD.pack(len(text)) + text
+        own[: _HEAD.size] = _HEAD.pack(self._count)
+
+    def read(self, rank: int) -> bytes | None:
+        """The text that a rank last wrote; None if it wrote none here."""
+        found = self._find(rank)
+        while found is not None:
+            (count,) = _HEAD.unpack_from(found)
+            start = _HEAD.size + count % 2 * _SLOT
+            (size,) = _HEAD.unpack_from(found, start)
+            text = found[start + _HEAD.size : start + _HEAD.size + size]
+            if _HEAD.unpack_from(found) == (count,):
+                return text if count else None
+        return None
+
+    def _find(self, rank: int) -> mmap.mmap | None:
+        if rank not in self._maps:
+            with suppress(OSError):
+                return self._open(rank)
+        return self._maps.get(rank)
