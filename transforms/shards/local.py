@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -76,7 +77,9 @@ def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[S
             continue
         if step.rank not in results:
             every = combine(effect, [ranks[rank].offered() for rank in effect.ranks])
-            results.update(zip(effect.ranks, every, strict=True))
+            # Each rank may write its result in place, and the trace is of one that is contiguous.
+            dense = (x.clone(memory_format=torch.contiguous_format) for x in every)
+            results.update(zip(effect.ranks, dense, strict=True))
         own.take(results.pop(step.rank))
     return [_results(own, given) for own, given in zip(ranks, args, strict=True)]
 

@@ -13,7 +13,7 @@ from weft.donation import refuse_donated
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import PerRank, Placement, Shard, is_placement, on_axes, part_of, whole_of
+from weft.meshes.placements import Partial, PerRank, Placement, Shard, is_placement, on_axes, part_of, whole_of
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import in_functorch_transform, switches
 from weft.transforms.pipelines.machine import Step, interleave
@@ -39,13 +39,21 @@ class Parts:
     sources: dict[int, tuple[Tensor, Sequence[Placement]]]
     replicas: set[tuple[int, int]]
 
-    def tensors(self, traces: Sequence[Trace]) -> list[list[Tensor]]:
-        """Each rank's tensors. A replica that the function writes in place is a copy."""
+    def tensors(self, traces: Sequence[Trace], call: str) -> list[list[Tensor]]:
+        """Each rank's tensors. A replica that the function writes in place is a copy.
+
+        Raises:
+            MeshError: the function writes an argument in place whose ranks hold terms of a sum.
+        """
         found = []
         for rank, (args, own) in enumerate(zip(self.by_rank, traces, strict=True)):
             leaves = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
             for index in own.written:
                 leaf = leaves[index]
+                _, axes = self.sources.get(id(leaf), (leaf, ()))
+                if partial := next((axis for axis in axes if isinstance(axis, Partial)), None):
+                    seen = f"{partial} of a tensor {list(leaf.shape)} that the function writes in place"
+                    raise MeshError(call, seen, "Replicate(), and all_reduce what is written; or return a new tensor")
                 if (rank, id(leaf)) in self.replicas:
                     leaves[index] = leaf.clone()
                     self.sources[id(leaves[index])] = self.sources[id(leaf)]
@@ -82,7 +90,7 @@ class Sharded:
     def __call__(self, *args: Any) -> Any:
         given = self._parts(args)
         traces = self._trace(given)
-        made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank))
+        made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call))
         return self._join(traces.by_rank, made, given)
 
     def programs(self, *args: Any) -> tuple[Program, ...]:

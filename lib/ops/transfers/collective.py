@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ from weft.meshes.mesh import Mesh
 from weft.meshes.placements import REDUCTIONS
 from weft.ops.register import define
 from weft.ops.transfers.transfer import find
+from weft.torchapi.private import in_functorch_transform
 
 
 class Member(Protocol):
@@ -172,11 +173,48 @@ def _find_place(
     raise MeshError(call, seen, instead)
 
 
+class _Traced(torch.autograd.Function):
+    """A collective in a trace. The derivatives of the sharded function come from the trace; one that the function takes
+    itself would have to come back from the other ranks."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, number: int, effect: str) -> Tensor:
+        """The operator."""
+        out: Tensor = _COLLECTIVE(x, number, effect)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        """Keep the text of the effect."""
+        ctx.effect = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        _refuse_derivative(ctx.effect)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        _refuse_derivative(ctx.effect)
+
+
+def _refuse_derivative(effect: str) -> NoReturn:
+    seen = "a derivative inside the function that weft.shard runs, which does not come back from the other ranks"
+    instead = "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
+    raise DerivativeError(f"'{effect}'", seen, instead)
+
+
 def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
     """Call the operator. In a trace that will be differentiated, the result stands for a value that autograd
     follows."""
-    out: Tensor = _COLLECTIVE(x, place.number, str(effect))
-    return out.requires_grad_() if place.differentiated and out.is_floating_point() else out
+    is_transformed = in_functorch_transform()
+    call: Any = _Traced.apply if place.number < 0 and (x.requires_grad or is_transformed) else _COLLECTIVE
+    out: Tensor = call(x, place.number, str(effect))
+    is_new = place.differentiated and out.is_floating_point() and not (out.requires_grad or is_transformed)
+    return out.requires_grad_() if is_new else out
 
 
 @functools.lru_cache(1024)

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import weft
 from weft.donation import donates
 from weft.effects import Program, parse_listing
-from weft.errors import CaptureError, MeshError, ProgramError
+from weft.errors import CaptureError, DerivativeError, MeshError, ProgramError
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.transports.launch import launch
 
@@ -168,6 +168,108 @@ def test_each_rank_has_a_tree_of_its_own() -> None:
     assert [n.item() for n in counts] == [2, 11]
     assert counts[0] is trees[0]["n"]
     assert total.item() == 26
+
+
+WRITERS: dict[str, Any] = {
+    "all_reduce": lambda x: weft.all_reduce(x.sum(0, keepdim=True), "tensor").add_(1),
+    "all_gather": lambda x: weft.all_gather(x, "tensor").mul_(2),
+    "gathered": lambda x: weft.all_gather(weft.all_reduce(x.sum(0, keepdim=True), "tensor").add_(1), "tensor")[:1],
+    "all_to_all": lambda x: weft.all_gather(
+        weft.all_to_all(x, "tensor", split_dim=1, concat_dim=0).mul_(2), "tensor", dim=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_rank_may_write_its_result_in_place(name: str) -> None:
+    x = torch.arange(16.0).view(4, 4)
+    one, *others = (
+        weft.shard(WRITERS[name], weft.Mesh(tensor=count), weft.Shard(0), weft.Replicate())(x) for count in (1, 2, 4)
+    )
+    assert all(torch.equal(other, one) for other in others)
+
+
+def test_what_a_rank_gave_is_not_written_with_its_result() -> None:
+    def f(x: Tensor) -> Tensor:
+        given = x * 1
+        weft.all_reduce(given, "tensor").zero_()
+        weft.reduce_scatter(given, "tensor").zero_()
+        return given
+
+    assert weft.shard(f, weft.Mesh(tensor=1), weft.Replicate(), weft.Replicate())(torch.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_are_contiguous(count: int) -> None:
+    def f(x: Tensor) -> Tensor:
+        both = weft.all_reduce(x.t(), "tensor", reduce_op="max").contiguous().view(-1)
+        return both + weft.all_gather(weft.reduce_scatter(x.t(), "tensor", reduce_op="max").view(-1), "tensor")
+
+    x = torch.arange(8.0).view(2, 4)
+    step = weft.shard(f, weft.Mesh(tensor=count), weft.Replicate(), weft.Replicate())
+    assert torch.equal(step(x), 2 * x.t().reshape(-1))
+
+
+def test_a_term_of_a_sum_that_is_written_in_place_is_refused() -> None:
+    def f(state: Tensor, x: Tensor) -> Tensor:
+        return state.add_(x.sum(0))
+
+    state, seen = torch.ones(3), "Partial() of a tensor [3] that the function writes in place"
+    with refused(MeshError, CALL, seen, "Replicate(), and all_reduce what is written; or return a new tensor"):
+        weft.shard(f, TWO, (weft.Partial(), weft.Shard(0)), weft.Partial())(state, ONE)
+    assert state.tolist() == [1, 1, 1]
+
+
+def by_func(loss: Any, x: Tensor) -> Tensor:
+    """The gradient by torch.func."""
+    found: Tensor = torch.func.grad(loss)(x)
+    return found
+
+
+def by_autograd(loss: Any, x: Tensor) -> Tensor:
+    """The gradient by autograd."""
+    with torch.enable_grad():
+        own = x.detach().clone().requires_grad_()
+        return torch.autograd.grad(loss(own), own)[0]
+
+
+def forwards(loss: Any, x: Tensor) -> Tensor:
+    """A derivative by torch.func.jvp."""
+    found: Tensor = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
+    return x * found
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("derive", [by_func, by_autograd, forwards])
+def test_a_derivative_inside_does_not_pass_a_collective(derive: Any, follows: bool) -> None:
+    def loss(x: Tensor) -> Tensor:
+        return weft.all_reduce(x.sum(), "tensor") ** 2 + x.sum()
+
+    def f(x: Tensor) -> Tensor:
+        result: Tensor = derive(loss, x)
+        return result
+
+    seen = "a derivative inside the function that weft.shard runs, which does not come back from the other ranks"
+    instead = "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
+    with refused(DerivativeError, "'all_reduce sum among 0, 1 [mb 0]'", seen, instead):
+        weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(4, requires_grad=follows))
+
+
+@pytest.mark.parametrize("derive", [by_func, by_autograd])
+def test_a_collective_may_follow_a_derivative(derive: Any) -> None:
+    def f(x: Tensor) -> Tensor:
+        return weft.all_reduce(derive(lambda own: (own * own).sum(), x).sum(), "tensor")
+
+    assert weft.shard(f, TWO, weft.Shard(0), weft.Replicate())(torch.ones(4)).item() == 8
+
+
+def test_vmap_inside_passes_a_collective() -> None:
+    def f(x: Tensor) -> Tensor:
+        found: Tensor = torch.vmap(lambda row: weft.all_reduce(row.sum(), "tensor"))(x)
+        return found
+
+    x = torch.arange(8.0).view(2, 4)
+    assert torch.equal(weft.shard(f, TWO, weft.Shard(1), weft.Replicate())(x), x.sum(1))
 
 
 def test_a_branch_on_the_rank_is_part_of_its_program() -> None:
