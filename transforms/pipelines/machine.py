@@ -164,6 +164,17 @@ class Machine:
             self.queues.setdefault(edge, deque()).append(step)
         self.at[step.rank] += 1
 
+    def stray(self) -> ProgramError | None:
+        """The error for a collective whose ranks are not different ones of these programs, its own among them; None if
+        there is none."""
+        for rank, (program, meetings) in enumerate(zip(self.programs, self._meetings, strict=True)):
+            for ranks, (first, *_) in meetings.items():
+                if rank in ranks and len({*ranks} & {*range(len(self.programs))}) == len(ranks):
+                    continue
+                instead = f"different ranks from 0 to {len(self.programs) - 1}, and {rank} among them"
+                return ProgramError(self.call, str(Step(rank, program.effects[first])), instead)
+        return None
+
     def leftover(self) -> ProgramError | None:
         """The error for a message that was sent and that nobody receives; None if there is none."""
         edge = next((edge for edge, queue in self.queues.items() if queue), None)
@@ -199,10 +210,12 @@ def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[St
     """The effects of all ranks in an order in which one process can run them.
 
     Raises:
-        ProgramError: a receive meets a message of another micro-batch or schema, no rank can go on, or a message is
-            left over.
+        ProgramError: a receive meets a message of another micro-batch or schema, no rank can go on, a message is left
+            over, or a collective is not among ranks of these programs, its own included.
     """
     machine = Machine(programs, capacity)
+    if (stray := machine.stray()) is not None:
+        raise stray
     while steps := machine.ready():
         for step in steps:  # a step that is ready stays ready: only its own rank takes from its queues
             machine.move(step)

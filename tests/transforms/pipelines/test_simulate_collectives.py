@@ -47,6 +47,15 @@ def meeting(effect: Collective, parts: int = 1) -> list[Program]:
     return [Program(rank, len(effect.ranks), (*runs, effect)) for rank in effect.ranks]
 
 
+@pytest.mark.parametrize("ranks", [(1,), (0, 0), (0, 1, 2), (0, 1, -1)])
+def test_a_collective_among_other_ranks_is_refused(ranks: tuple[int, ...]) -> None:
+    programs = [Program(rank, 2, (AllReduce(ranks, 0, SCHEMA),)) for rank in range(2)]
+    with pytest.raises(
+        ProgramError, match=r"saw: rank 0: 'all_reduce .*\n  instead: different ranks from 0 to 1, and 0 "
+    ):
+        simulate(programs, Costs())
+
+
 def test_it_begins_when_the_last_rank_has_come_and_ends_on_all_at_once() -> None:
     costs = Costs(parts=lambda part, rank: 1.0 + rank, launch=0.5, collective=lambda effect: 4.0)
     events = simulate(meeting(AllReduce((0, 1, 2))), costs).events
