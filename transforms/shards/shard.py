@@ -16,6 +16,7 @@ from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, PerRank, Placement, Shard, is_placement, on_axes, part_of, whole_of
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import in_functorch_transform, switches
+from weft.transforms.graphs.outside import Outside
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.tracing import Trace, trace
@@ -63,10 +64,17 @@ class Parts:
 
 @attrs.frozen(eq=False)
 class Traces:
-    """The traces of a function on all ranks, for arguments of one signature, and the order of their effects."""
+    """The traces of a function on all ranks, for arguments of one signature.
+
+    Args:
+        by_rank: the traces.
+        order: of their effects.
+        outside: what they read that is not an argument.
+    """
 
     by_rank: tuple[Trace, ...]
     order: tuple[Step, ...]
+    outside: Outside
 
 
 class Sharded:
@@ -153,13 +161,15 @@ class Sharded:
         )
         structures = tuple(structure for _, structure in flat)
         key = structures, tuple(map(_leaf_key, every)), grads, is_batch_invariant(), switches()
-        if (found := self._traces.get(key)) is None:
+        found = self._traces.get(key)
+        if found is None or found.outside.has_changed():
             if len(self._traces) >= _MAX_TRACES:
                 self._traces.clear()
             name = getattr(self._fn, "__name__", str(self._fn))
             made = tuple(trace(self._fn, name, self.mesh, rank, *own, grads) for rank, own in enumerate(flat))
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in made]))
-            found = self._traces[key] = Traces(made, order)
+            outside = Outside(self._fn, [x for one in made for x in one.closed_over()], thorough=True)
+            found = self._traces[key] = Traces(made, order, outside)
         return found
 
     def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
@@ -212,7 +222,8 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
     whole and the collectives change nothing: so a function is equal to itself on any mesh, or it lacks a collective.
 
     Args:
-        f: a pure function of tensors, and of trees of them. It is traced once for each rank and signature.
+        f: a pure function of tensors, and of trees of them. It is traced once for each rank and signature, and again
+            when a tensor or a number that it reads by name is another one.
         mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh` with names.
         in_placements: for each argument a placement, or a tree of them of the argument's structure, or of its top.
             `Shard(dim)`, `Replicate()`, `Partial()`, of weft or of `torch.distributed.tensor`; on a mesh of several
@@ -227,7 +238,7 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
     Raises:
         MeshError: placements that do not fit the mesh, or the arguments.
         ProgramError: ranks that do not run the same collectives in the same order.
-        CaptureError: a function that reads the values of tensors.
+        CaptureError: a function that reads the values of tensors, or writes one in place that is no argument.
 
     >>> import torch, weft
     >>> def mlp(params, x):  # columns of `up` and rows of `down`: one sum over the ranks

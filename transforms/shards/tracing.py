@@ -45,6 +45,11 @@ class Trace:
     arguments: dict[int, int]
     written: frozenset[int]
 
+    def closed_over(self) -> list[Tensor]:
+        """The tensors that it reads which are no arguments."""
+        read = {str(node.target) for node in self.graph.graph.find_nodes(op="get_attr")}
+        return [x for name in sorted(read) if isinstance(x := getattr(self.graph, name), Tensor)]
+
     def effects(self) -> Iterator[Effect]:
         """The effects of the rank: a run of each part, and the collectives."""
         for index, (_, effect) in enumerate(self.collectives):
@@ -69,7 +74,7 @@ def trace(
         grads: whether the trace will be differentiated. Then functions with derivatives stand for weft's operators.
 
     Raises:
-        CaptureError: the function reads the values of tensors.
+        CaptureError: the function reads the values of tensors, or writes one in place that is no argument.
     """
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     returned: list[tuple[list[Any], TreeSpec]] = []
@@ -100,6 +105,10 @@ def trace(
     arguments = {place: index for place, index in origins if index is not None}
     storages = _written(graph)
     written = frozenset(index for node, index in inputs.items() if _storage(node) in storages)
+    closed_over = (node for node in graph.graph.find_nodes(op="get_attr") if isinstance(node.meta.get("val"), Tensor))
+    if (node := next((node for node in closed_over if _storage(node) in storages), None)) is not None:
+        seen = f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank writes in place"
+        raise CaptureError(f"weft.shard({name}, ...)", seen, "an argument, whose new value the function returns")
     return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph), arguments, written)
 
 

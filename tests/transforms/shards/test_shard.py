@@ -405,6 +405,44 @@ def test_a_function_that_reads_values_is_refused() -> None:
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
 
 
+def test_what_is_closed_over_may_be_another_value_at_the_next_call() -> None:
+    weight, scale, module = torch.ones(2), 1, torch.nn.Linear(2, 2)
+
+    def f(x: Tensor) -> Tensor:
+        return weft.all_reduce(module(x * weight * scale).sum(0), "tensor")
+
+    x, step = torch.ones(4, 2), weft.shard(f, TWO, weft.Shard(0), weft.Replicate())
+    graph = graphify(step)
+    with torch.no_grad():
+        for turn in range(4):
+            weight, scale = (weight * 2, scale) if turn == 1 else (weight, scale * 3)
+            if turn == 3:
+                module.weight = torch.nn.Parameter(module.weight * 2)
+            assert torch.allclose(step(x), module(x * weight * scale).sum(0)), turn
+            assert torch.equal(graph(x), step(x)), turn
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_closed_over_tensor_that_each_rank_writes_is_refused(count: int) -> None:
+    seen = torch.zeros(3)
+    norm = torch.nn.BatchNorm1d(3)
+
+    def f(x: Tensor) -> Tensor:
+        seen.add_(weft.all_reduce(x.sum(0), "tensor"))
+        return seen * 1
+
+    instead = "an argument, whose new value the function returns"
+    mesh = weft.Mesh(tensor=count)
+    said = "a tensor [3] that is no argument, and that each rank writes in place"
+    with refused(CaptureError, "weft.shard(f, ...)", said, instead):
+        weft.shard(f, mesh, weft.Shard(0), weft.Replicate())(ONE)
+    assert seen.tolist() == [0, 0, 0]
+    with refused(CaptureError, "weft.shard(<any>, ...)", "a tensor <any> that is no argument, <any>", instead):
+        weft.shard(norm, mesh, weft.Shard(0), weft.Replicate())(ONE)
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [0, 0, 0]
+
+
 def test_what_is_no_function_or_no_mesh() -> None:
     with refused(MeshError, "weft.shard(an int, Mesh(tensor=2), ...)", "f is an int", "a function"):
         weft.shard(cast(Any, 3), TWO, weft.Replicate(), weft.Replicate())
