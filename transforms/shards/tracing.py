@@ -1,5 +1,6 @@
 """Traces of a function on each rank of a mesh: its operators, cut at the collectives, as a program of effects."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.effects import Effect, Program, Run
-from weft.errors import CaptureError
+from weft.errors import CaptureError, DerivativeError
 from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
@@ -75,15 +77,17 @@ def trace(
 
     Raises:
         CaptureError: the function reads the values of tensors, or writes one in place that is no argument.
+        DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value.
     """
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     returned: list[tuple[list[Any], TreeSpec]] = []
+    cuts = _Cuts()
 
     def run(*tensors: Tensor) -> list[Tensor]:
         own = list(leaves)
         for index, tensor in zip(places, tensors, strict=True):
             own[index] = tensor.requires_grad_() if grads and tensor.is_floating_point() else tensor
-        with placed(Place(mesh, rank, differentiated=grads)):
+        with placed(Place(mesh, rank, differentiated=grads)), cuts if grads else contextlib.nullcontext():
             out = fn(*tree_unflatten(own, structure))
         returned.append(tree_flatten(out))
         return [leaf for leaf in returned[-1][0] if isinstance(leaf, Tensor)]
@@ -97,6 +101,9 @@ def trace(
                 raise
             seen = f"rank {rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"
             raise CaptureError(f"weft.shard({name}, ...)", seen, "torch.where, or a Python argument") from error
+    if cuts.first is not None:
+        seen = f"{cuts.first} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
+        raise DerivativeError(f"weft.shard({name}, ...)", seen, "value.detach(); or the whole call in torch.no_grad()")
     outputs, out_structure = returned[-1]
     nodes = iter(next(iter(graph.graph.find_nodes(op="output"))).args[0])
     made = tuple(next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
@@ -110,6 +117,26 @@ def trace(
         seen = f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank writes in place"
         raise CaptureError(f"weft.shard({name}, ...)", seen, "an argument, whose new value the function returns")
     return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph), arguments, written)
+
+
+class _Cuts(TorchDispatchMode):
+    """The first operator in a trace where autograd would not follow a value, as the trace's operators would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.first is None and not torch.is_grad_enabled() and func.namespace != "weft" and func not in _DETACHED:
+            made = any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_flatten(out)[0])
+            given = tree_flatten((args, kwargs))[0]
+            if made and any(isinstance(x, Tensor) and x.requires_grad for x in given):
+                self.first = str(func)
+        return out
+
+
+_DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _example(tensor: Tensor) -> Tensor:

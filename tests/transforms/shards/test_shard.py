@@ -443,6 +443,51 @@ def test_a_closed_over_tensor_that_each_rank_writes_is_refused(count: int) -> No
     assert norm.running_mean.tolist() == [0, 0, 0]
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, with the derivative of the identity."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(_: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def scaled_without_grad(x: Tensor) -> Tensor:
+    """Takes its scale for a constant."""
+    with torch.no_grad():
+        scale = x.exp().sum()
+    return x * scale
+
+
+@pytest.mark.parametrize(("f", "op"), [(Straight.apply, "round"), (scaled_without_grad, "exp")])
+def test_what_autograd_would_follow_in_the_trace_alone_is_refused(f: Any, op: str) -> None:
+    def own(x: Tensor) -> Tensor:
+        result: Tensor = f(x)
+        return result
+
+    step = weft.shard(own, TWO, weft.Shard(0), weft.Shard(0))
+    x = torch.ones(4)
+    assert torch.equal(step(x[:2].repeat(2)), f(x[:2]).repeat(2))
+    seen = f"aten.{op}.default under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
+    with refused(DerivativeError, "weft.shard(own, ...)", seen, "value.detach(); or the whole call in torch.no_grad()"):
+        step(x.requires_grad_())
+
+
+def test_detached_values_and_masks_have_no_gradient() -> None:
+    def f(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mask, scale = x > 0, torch.arange(2.0)
+        return weft.all_reduce((x * mask * scale * x.detach()).sum(), "tensor")
+
+    x = torch.tensor([1.0, 2.0, -3.0, 4.0], requires_grad=True)
+    weft.shard(f, TWO, weft.Shard(0), weft.Replicate())(x).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 2, 0, 4]
+
+
 def test_what_is_no_function_or_no_mesh() -> None:
     with refused(MeshError, "weft.shard(an int, Mesh(tensor=2), ...)", "f is an int", "a function"):
         weft.shard(cast(Any, 3), TWO, weft.Replicate(), weft.Replicate())
