@@ -45,8 +45,8 @@ class Replicate:
 
 @attrs.frozen
 class Partial:
-    """The tensor is the sum of what the ranks along the axis hold. As the placement of an argument, the first rank gets
-    the whole of it, and for a sum the others zeros.
+    """The tensor is the sum of what the ranks along the axis hold. As the placement of an argument: the first rank gets
+    the whole tensor, and the others get zeros (for `max` and `min`, the whole tensor too).
 
     Args:
         reduce_op: `sum`; or `max` or `min`, for the maximum or the minimum.

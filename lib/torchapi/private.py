@@ -37,6 +37,9 @@ from weft.torchapi.watching import KEY as WATCH_KEY, unwatched, watched
 
 pytree = _pytree
 
+VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
+"""The operators that stand for `reshape` in a trace."""
+
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 """The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])

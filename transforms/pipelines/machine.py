@@ -15,6 +15,8 @@ from weft.effects import Broadcast, Effect, Fence, Program, Recv, Send
 from weft.errors import ProgramError
 from weft.meshes.collectives import Collective
 
+_TOGETHER = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+
 
 @attrs.frozen
 class Edge:
@@ -138,7 +140,7 @@ class Machine:
         for rank, at in self._meeting(step).items():
             assert at is not None, "all ranks are there"
             if (theirs := self.programs[rank].effects[at]) != effect:
-                instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+                instead = _TOGETHER
                 raise ProgramError(self.call, f"{step} meets {Step(rank, theirs)}", instead)
 
     def ready(self) -> list[Step]:
@@ -194,6 +196,8 @@ class Machine:
         waits = "; ".join(f"{link} waits for rank {target}" for link, target in zip(links, targets, strict=True))
         ends = ": a cycle" if step is not None else ", which is at its end"
         instead = "give every send a recv, and order them so that one message an edge is enough"
+        if all(isinstance(link.effect, Collective) for link in links):
+            instead = _TOGETHER
         return ProgramError(self.call, f"no rank can go on: {waits}{ends}", instead)
 
 

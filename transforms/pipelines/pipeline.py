@@ -334,13 +334,15 @@ def pipeline(
             after the job that it waits for, and return the output of each job that feeds.
         mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along which ranks share each
             stage: the stage is then a function of one rank's part, as for `weft.shard`. It runs on `Threads` or
-            `Distributed`; params and state have an entry for each rank that runs a stage here, stage by stage.
+            `Distributed`. Nothing is cut for you: params and state have an entry for each rank that runs a stage here,
+            with that rank's part, stage by stage; and each rank of the first stage gets the whole batch.
 
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
         process: all stages with `Local` and `Threads`, this rank's with `Distributed`. Its `programs(m)` are data.
         Lists may be given too; but the new state is a tuple, another structure to `graphify`, which captures again.
-        Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not between processes.
+        Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not between processes, nor
+        through the collectives of a mesh.
 
     Raises:
         ProgramError: an argument of a wrong kind, one function in the place of two stages that lends its results, or a

@@ -88,11 +88,15 @@ class Prediction:
         return self.load.num_stages * self.load.num_shards
 
     def answer(self) -> Iterator[str]:
-        """The lines of the answer: the throughput, a step's time, what bounds it, and each rank's idle share."""
+        """The lines of the answer: the throughput, a step's time, what bounds it, and each rank's idle share. If
+        layers are shared between nodes whose bandwidth is not given, a line says so."""
         chosen = self.chosen
         yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
         yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
         yield f"bound by {self.bound()}"
+        load, free = self.load, math.isinf(self.load.machine.between_nodes[1])
+        if free and not all(load.machine.is_near(load.ranks(stage)) for stage in range(load.num_stages)):
+            yield "too fast: nodes share layers at no cost; give the bandwidth between nodes"
         yield f"bubbles: {', '.join(f'rank {rank} {bubble:.0%}' for rank, bubble in enumerate(chosen.bubbles))}"
 
     def bound(self) -> str:
@@ -121,11 +125,17 @@ class Prediction:
         config, machine, sizes, context = self.load.config, self.load.machine, self.load.bytes(), self.load.context
         dtype = str(config.dtype).removeprefix("torch.")
         stages, shards = counted(self.load.num_stages, "stage"), self.load.num_shards
-        sharing = f", each shared by {shards} ranks" * (shards > 1)
+        dtype += " and FP8" * (config.fp8 is not None)
+        sharing, on_each = (text * (shards > 1) for text in (f", each shared by {shards} ranks", " of each rank"))
         yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}{sharing}"
-        yield f"weights: {byte_size(sizes['layer'])} per layer; the head {byte_size(sizes['head'])}, on the last stage"
+        if (own := self.load.own.moe) is not None and config.moe is not None and shards > 1:
+            if own.held is None:
+                yield f"experts by columns: each rank has {own.inner} of the {config.moe.inner} of every expert"
+            else:
+                yield f"experts whole: each rank has {own.held} of {own.num_experts}, and as much to do as any other"
+        yield f"weights{on_each}: {byte_size(sizes['layer'])} per layer; the head {byte_size(sizes['head'])}, on the last stage"
         kv = byte_size(sizes["kv"] * context)
-        yield f"KV cache: {kv} per request and layer, for {counted(context, 'token')} of context"
+        yield f"KV cache{on_each}: {kv} per request and layer, for {counted(context, 'token')} of context"
         yield f"memory bandwidth: {machine.bandwidth / 1e9:g} GB/s"
         if machine.kernel:
             yield f"each of {KERNELS_PER_LAYER} kernels of a layer takes {machine.kernel * 1e6:g} us besides"

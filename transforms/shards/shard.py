@@ -1,6 +1,7 @@
 """`shard`: a function of one rank's part becomes a function of whole tensors, which every rank of a mesh runs."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,18 +93,34 @@ class Sharded:
         self.in_placements = in_placements
         self.out_placements = out_placements
         self._fn = fn
+        self._name = getattr(fn, "__name__", str(fn))
         self._call = call
         self._traces: dict[Any, Traces] = {}
 
-    def __call__(self, *args: Any) -> Any:
-        given = self._parts(args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._parts(self._positional(args, kwargs))
         traces = self._trace(given)
         made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call))
         return self._join(traces.by_rank, made, given)
 
-    def programs(self, *args: Any) -> tuple[Program, ...]:
+    def programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
         """The checked program of each rank for arguments of this signature."""
-        return tuple(one.program(self.mesh.num_ranks) for one in self._trace(self._parts(args)).by_rank)
+        given = self._parts(self._positional(args, kwargs))
+        return tuple(one.program(self.mesh.num_ranks) for one in self._trace(given).by_rank)
+
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments in the order of the function's parameters, which is that of `in_placements`."""
+        if not kwargs:
+            return args
+        try:
+            bound = inspect.signature(self._fn).bind(*args, **kwargs)
+        except TypeError as error:
+            raise MeshError(f"{self._call}(...)", str(error), f"the arguments of {self._name}") from error
+        if bound.kwargs:
+            seen = f"{', '.join(bound.kwargs)}, a parameter by name alone"
+            instead = f"functools.partial({self._name}, ...), or a positional parameter"
+            raise MeshError(f"{self._call}(...)", seen, instead)
+        return bound.args
 
     def _parts(self, args: tuple[Any, ...]) -> Parts:
         """Each rank's arguments."""
@@ -165,8 +182,7 @@ class Sharded:
         if found is None or found.outside.has_changed():
             if len(self._traces) >= _MAX_TRACES:
                 self._traces.clear()
-            name = getattr(self._fn, "__name__", str(self._fn))
-            made = tuple(trace(self._fn, name, self.mesh, rank, *own, grads) for rank, own in enumerate(flat))
+            made = tuple(trace(self._fn, self._name, self.mesh, rank, *own, grads) for rank, own in enumerate(flat))
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in made]))
             outside = Outside(self._fn, [x for one in made for x in one.closed_over()], thorough=True)
             found = self._traces[key] = Traces(made, order, outside)
@@ -204,7 +220,7 @@ class Sharded:
             raise MeshError(self._call, seen, "the same structure on every rank") from error
 
     def __repr__(self) -> str:
-        return f"<Sharded {getattr(self._fn, '__name__', self._fn)} on {self.mesh}>"
+        return f"<Sharded {self._name} on {self.mesh}>"
 
 
 def _leaf_key(leaf: Any) -> Any:
@@ -219,20 +235,23 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
 
     The function is written for one rank. It gets that rank's part of each argument, computes with it, and exchanges
     tensors by `weft.all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all`. On a mesh of one rank the parts are
-    whole and the collectives change nothing: so a function is equal to itself on any mesh, or it lacks a collective.
+    whole and the collectives change nothing. So compare it on your mesh with itself on one rank: where the results
+    differ, a collective is missing or a placement is wrong.
 
     Args:
         f: a pure function of tensors, and of trees of them. It is traced once for each rank and signature, and again
             when a tensor or a number that it reads by name is another one.
         mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh` with names.
-        in_placements: for each argument a placement, or a tree of them of the argument's structure, or of its top.
-            `Shard(dim)`, `Replicate()`, `Partial()`, of weft or of `torch.distributed.tensor`; on a mesh of several
-            axes `Placements(tensor=Shard(0))`; `PerRank()` of a tuple with a tree for each rank. Without a tuple, it is
-            that of every argument.
+        in_placements: a tuple with a placement for each argument; one that is not a tuple holds for every argument. A
+            placement is `Shard(dim)`, `Replicate()` or `Partial()`, of weft or of `torch.distributed.tensor`. On a mesh
+            of several axes, name the axis: `Placements(tensor=Shard(0))`. For an argument that is a tree, give a tree of
+            placements, which may end above its leaves: a placement holds for all that is below it. `PerRank()`: the
+            argument is a tuple with a tree for each rank.
         out_placements: of the result, likewise.
 
     Returns:
-        A function of whole tensors with the same result. Its `programs(*args)` are data: for each rank the parts that
+        A function of whole tensors, with the signature of `f`. It runs all ranks in this thread; for ranks in threads
+        or processes, see `mesh` of `weft.pipeline`. Its `programs(*args)` are data: for each rank the parts that
         it runs, and the collectives between them, checked before anything runs.
 
     Raises:

@@ -16,7 +16,7 @@ from weft.errors import CaptureError, DerivativeError
 from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.torchapi.private import schema_of, storage_id, without_modes
+from weft.torchapi.private import VIEWS, schema_of, storage_id, without_modes
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -111,6 +111,7 @@ def trace(
     origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
     arguments = {place: index for place, index in origins if index is not None}
     storages = _written(graph)
+    _allow_other_strides(graph, storages)
     written = frozenset(index for node, index in inputs.items() if _storage(node) in storages)
     closed_over = (node for node in graph.graph.find_nodes(op="get_attr") if isinstance(node.meta.get("val"), Tensor))
     if (node := next((node for node in closed_over if _storage(node) in storages), None)) is not None:
@@ -191,6 +192,14 @@ def _written(graph: GraphModule) -> set[int]:
             if own.alias_info is not None and own.alias_info.is_write and own.name in given:
                 found.update(_storage(leaf) for leaf in tree_flatten(given[own.name])[0] if isinstance(leaf, Node))
     return found
+
+
+def _allow_other_strides(graph: GraphModule, written: set[int]) -> None:
+    """Turn views into `reshape`, where nothing writes to them: under `vmap` the tensors may have strides that allow no
+    view. On the strides of the trace `reshape` makes the same view."""
+    for node in graph.graph.nodes:
+        if node.target in VIEWS and _storage(node) not in written:
+            node.target = torch.ops.aten.reshape.default
 
 
 def _last_uses(graph: GraphModule) -> dict[Node, list[Node]]:

@@ -7,6 +7,8 @@ import pytest
 
 from weft.errors import CostError, ProgramError, RequestError
 from weft.stages import DEMO, load_config
+from weft.stages.config import parse_config
+from weft.stages.random_weights import PRESETS
 from weft.transforms.pipelines.hardware import Machine
 from weft.transforms.pipelines.prediction import Prediction, predict_decode
 
@@ -51,6 +53,21 @@ def test_a_bandwidth_is_a_finite_number() -> None:
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(CostError, match="a finite number > 0"):
             Machine(bandwidth=wrong)
+
+
+def test_it_says_what_each_rank_has_and_that_nodes_share_layers_at_no_cost() -> None:
+    name, note = "qwen3-30b-a3b-fp8", "too fast: nodes share layers at no cost"
+    config = parse_config(PRESETS[name], source=name)
+    free = predict_decode(config, 2, shards=4, machine=Machine(gpus_per_node=2))
+    assert note in str(free)
+    assert "experts whole: each rank has 32 of 128, and as much to do as any other" in str(free)
+    assert "48 layers, bfloat16 and FP8, in 2 stages, each shared by 4 ranks" in str(free)
+    assert "weights of each rank: " in str(free)
+    assert "KV cache of each rank: " in str(free)
+    found = str(predict_decode(config, 2, shards=2, machine=Machine(gpus_per_node=2)))
+    assert note not in found
+    assert "experts by columns: each rank has 384 of the 768 of every expert" in found
+    assert note not in str(predict_decode(config, 2, shards=4, machine=Machine(gpus_per_node=2, node_link=1e9)))
 
 
 WRONG: list[dict[str, Any]] = [

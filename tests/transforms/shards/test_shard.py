@@ -279,6 +279,33 @@ def test_a_branch_on_the_rank_is_part_of_its_program() -> None:
     assert weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(torch.ones(1)).item() == 11
 
 
+def test_arguments_may_be_named() -> None:
+    def scaled(x: Tensor, by: Tensor, *, power: int = 1) -> Tensor:
+        return weft.all_reduce(x.pow(power) * by, "tensor")
+
+    run = weft.shard(scaled, TWO, (weft.Shard(0), weft.Replicate()), weft.Replicate())
+    x, by = torch.ones(4), torch.tensor(3.0)
+    assert torch.equal(run(by=by, x=x), run(x, by))
+    assert run.programs(x, by=by) == run.programs(x, by)
+    call = "weft.shard(scaled, Mesh(tensor=2), ...)(...)"
+    with refused(MeshError, call, "missing a required argument: 'by'", "the arguments of scaled"):
+        run(x=x)
+    instead = "functools.partial(scaled, ...), or a positional parameter"
+    with refused(MeshError, call, "power, a parameter by name alone", instead):
+        run(x, by, power=2)
+
+
+def test_vmap_gives_a_reshape_other_strides() -> None:
+    def mixed(x: Tensor) -> Tensor:
+        own = x.view(3, -1, 2, 4).transpose(1, 2)
+        own = torch.nn.functional.scaled_dot_product_attention(own, own, own)
+        return weft.all_reduce(own.transpose(1, 2).reshape(3, -1, 8), "tensor")
+
+    run = weft.shard(mixed, TWO, weft.Shard(2), weft.Replicate())
+    xs = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.func.vmap(run)(xs), torch.stack([run(x) for x in xs]))
+
+
 def test_values_that_are_no_tensors_pass() -> None:
     def f(x: Tensor, scale: int, name: str) -> tuple[Tensor, str, int]:
         return x * scale, name, weft.axis_size("tensor")
@@ -394,6 +421,14 @@ def test_ranks_that_disagree_are_refused_before_anything_runs() -> None:
     with refused(ProgramError, "check of 2 programs", seen, instead):
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(x)
     assert x.tolist() == [0, 0]
+    waits = "'all_reduce sum among 0, 1 [mb 0]: x[2] float32' waits for rank 0, which is at its end"
+    with refused(ProgramError, "check of 2 programs", f"no rank can go on: rank 1: {waits}", instead):
+        weft.shard(one_sided, TWO, weft.Replicate(), weft.Replicate())(x)
+
+
+def one_sided(x: Tensor) -> Tensor:
+    """A collective that the first rank does not come to."""
+    return weft.all_reduce(x, "tensor") if weft.axis_index("tensor") else x
 
 
 def test_a_function_that_reads_values_is_refused() -> None:
