@@ -7,6 +7,7 @@ from weft.arguments.checks import COUNT, Rule, check_values, kind_of, other_sign
 from weft.donation import refuse_donated
 from weft.effects import Program
 from weft.errors import ProgramError
+from weft.meshes.mesh import Mesh
 from weft.schema import Schema
 from weft.torchapi.private import in_functorch_transform
 from weft.transforms.graphs.calls.borrowing import lends
@@ -113,13 +114,29 @@ def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any,
 
 
 def check_entries(
-    transform: str, num_stages: int, ranks: Sequence[int], params: Sequence[Any], state: Sequence[Any]
+    transform: str,
+    num_stages: int,
+    ranks: Sequence[int],
+    params: Sequence[Any],
+    state: Sequence[Any],
+    mesh: Mesh | None = None,
 ) -> None:
     """Raise ProgramError unless `params` and `state` have an entry for each stage that runs here, and no state was
-    donated already."""
-    call = f"{transform}(<{num_stages} stages>)(params, state, batch)"
+    donated already.
+
+    Args:
+        transform: the caller's name.
+        num_stages: of the whole pipeline.
+        ranks: the stages that run here; with a mesh, a stage as often as ranks run it here.
+        params, state: as they were given.
+        mesh: that of the pipeline.
+    """
+    call = f"{transform}(<{num_stages} stages>{'' if mesh is None else f', mesh={mesh}'})(params, state, batch)"
     instead = "pass a tuple or list with one entry a stage"
-    if len(ranks) < num_stages:
+    if mesh is not None:
+        instead = f"pass a tuple or list of {len(ranks)} entries, each a rank's part: for stage"
+        instead += f" {', '.join(map(str, ranks))}, in the order of the ranks"
+    elif len(ranks) < num_stages:
         instead += f" that runs in this process: stage {', '.join(map(str, ranks))}"
     for name, given in (("params", params), ("state", state)):
         is_list = isinstance(given, tuple | list)

@@ -254,7 +254,7 @@ class Pipelined:
         return states_of(workers), [returned.get(mb) for mb in range(len(batches))]
 
     def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
-        check_entries("pipeline", len(self.stages), [index for index, _ in self._here], params, state)
+        check_entries("pipeline", len(self.stages), [index for index, _ in self._here], params, state, self.mesh)
         refuse_transform(self.transport)
         traced = in_dispatch_mode()
         by_rank: dict[int, list[StageRun]] = {rank: [] for rank in sorted(rank for _, rank in self._here)}

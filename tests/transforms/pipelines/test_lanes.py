@@ -57,6 +57,15 @@ def test_threads_run_the_lanes() -> None:
     assert torch.allclose(torch.stack(state), 2 + expected.sum(), atol=1e-4)
 
 
+def test_entries_are_counted_by_ranks() -> None:
+    params, x, _ = given()
+    step = pipeline([first, second], transport=Threads(), mesh=MESH)
+    call = f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)"
+    instead = "pass a tuple or list of 4 entries, each a rank's part: for stage 0, 0, 1, 1, in the order of the ranks"
+    with refused(ProgramError, call, "params has 2 entries", instead):
+        step(params[:2], [torch.zeros(())] * 2, x)
+
+
 def on_lanes(graphs: bool) -> tuple[list[Tensor], Tensor]:
     """The results of three calls, in a process for each rank."""
     transport, (params, x, _) = Distributed(), given()
