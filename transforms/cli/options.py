@@ -170,7 +170,10 @@ def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
 _EXPERTS = "what each rank of --tp has of a layer's experts (default: columns where these can be cut, else whole ones)"
 _SHARES = "ranks that share each layer, one process each (default 1); in all --pp times --tp"
-_LEAVES = "parts of each sum, a power of two: the bits are then the same for any --tp that divides it (default 1)"
+_LEAVES = (
+    "parts that each sum is cut into, a power of two: the bits are then the same for any --tp that divides it; "
+    "generate and verify need the same N (default 1)"
+)
 _FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
 

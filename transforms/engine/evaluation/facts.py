@@ -34,10 +34,13 @@ _BYTES = 2**26
 
 
 def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, str]]:
-    """The digests of a model's weights and of its program, and the versions, with the number of ranks that share its
-    layers where bits depend on it. With parts in other processes, every rank makes the call."""
-    found, ranks = versions(model.device), model.shard[1]
-    if ranks > 1 and model.functions.reduction_leaves == 1:
+    """The digests of a model's weights and of its program, and the versions, with the leaves that sums are cut into,
+    or the number of ranks that share its layers, where bits depend on it. With parts in other processes, every rank
+    makes the call."""
+    found, ranks, leaves = versions(model.device), model.shard[1], model.functions.reduction_leaves
+    if leaves > 1:
+        found["sums"] = f"cut into {leaves} leaves"
+    elif ranks > 1:
         found["layers"] = f"each shared by {ranks} ranks"
     return digest_weights(model, transport), digest_program(model), found
 

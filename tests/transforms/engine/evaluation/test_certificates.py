@@ -203,6 +203,16 @@ def test_versions_do_not_stand_for_the_weights(model: Model, certificate: weft.C
     assert not found.equal
 
 
+def test_sums_in_other_leaves_are_named(model: Model) -> None:
+    cut = model.with_stages(batch_invariant=True, reduction_leaves=2)
+    [completion] = generate(cut, PROMPTS[:1], max_tokens=2)
+    certificate = completion.certificate()
+    [found] = weft.verify(certificate, cut)
+    assert found.equal
+    [found] = weft.verify(certificate, model)
+    assert found.other_facts["sums"] == ("none", "cut into 2 leaves")
+
+
 def test_the_facts_do_not_depend_on_the_split(model: Model) -> None:
     class TwoRanks(Local):
         def collect(self, value: Any) -> list[Any]:
