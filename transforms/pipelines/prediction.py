@@ -133,8 +133,8 @@ class Prediction:
                 yield f"experts by columns: each rank has {own.inner} of the {config.moe.inner} of every expert"
             else:
                 yield f"experts whole: each rank has {own.held} of {own.num_experts}, and as much to do as any other"
-        yield f"weights{on_each}: {byte_size(sizes['layer'])} per layer; the head {byte_size(sizes['head'])}, on the last stage"
-        kv = byte_size(sizes["kv"] * context)
+        layer, head, kv = (byte_size(count) for count in (sizes["layer"], sizes["head"], sizes["kv"] * context))
+        yield f"weights{on_each}: {layer} per layer; the head {head}, on the last stage"
         yield f"KV cache{on_each}: {kv} per request and layer, for {counted(context, 'token')} of context"
         yield f"memory bandwidth: {machine.bandwidth / 1e9:g} GB/s"
         if machine.kernel:
