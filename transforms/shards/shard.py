@@ -244,8 +244,8 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
         mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh` with names.
         in_placements: a tuple with a placement for each argument; one that is not a tuple holds for every argument. A
             placement is `Shard(dim)`, `Replicate()` or `Partial()`, of weft or of `torch.distributed.tensor`. On a mesh
-            of several axes, name the axis: `Placements(tensor=Shard(0))`. For an argument that is a tree, give a tree of
-            placements, which may end above its leaves: a placement holds for all that is below it. `PerRank()`: the
+            of several axes, name the axis: `Placements(tensor=Shard(0))`. For an argument that is a tree, give a tree
+            of placements, which may end above its leaves: a placement holds for all that is below it. `PerRank()`: the
             argument is a tuple with a tree for each rank.
         out_placements: of the result, likewise.
 
