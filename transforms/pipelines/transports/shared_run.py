@@ -13,6 +13,7 @@ from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.failures import Failure, blockers, culprit
 
+_SAME = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
 _CAPACITY = 2
 """Messages that an edge between threads holds; a sender waits if there are more."""
 
@@ -68,7 +69,7 @@ class SharedRun:
         """The messages of all ranks that take part in a collective, in their order.
 
         Raises:
-            ProgramError: another rank comes with another collective, or another tensor.
+            ProgramError: another rank comes with another collective, or another tensor, or is at its end.
         """
         with self._changed:
             number = self._met[rank, effect.ranks]
@@ -80,9 +81,13 @@ class SharedRun:
             def late() -> int:
                 return next((other for other in effect.ranks if other not in there), rank)
 
-            self._progress(lambda: len(there) == len(effect.ranks), late)
+            def ended() -> int | None:
+                return next((r for r in effect.ranks if r not in there and self.at[r] >= self.ends[r]), None)
+
+            self._progress(lambda: len(there) == len(effect.ranks) or ended() is not None, late)
             if len(there) < len(effect.ranks):
-                assert self.failure is not None, "without one it waits"
+                if self.failure is None:
+                    raise ProgramError(f"rank {rank}: '{effect}'", f"rank {ended()} is at its end", _SAME)
                 raise self.failure.for_rank(rank, str(effect))
             self._meetings.pop((effect.ranks, number), None)  # the others hold it
         refuse_unlike(rank, effect, {other: own for other, (own, _) in there.items()})
@@ -154,8 +159,7 @@ def refuse_unlike(rank: int, effect: Collective, there: Mapping[int, Collective]
     """Raise ProgramError if a rank came to a meeting with another collective than this one."""
     for other, own in there.items():
         if own != effect:
-            instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
-            raise ProgramError(f"rank {rank}: '{effect}'", f"rank {other} is at '{own}'", instead)
+            raise ProgramError(f"rank {rank}: '{effect}'", f"rank {other} is at '{own}'", _SAME)
 
 
 def _has_room(queue: Queue) -> bool:
