@@ -10,8 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.meshes.placements import REDUCTIONS
-from weft.ops.parts import balanced
+from weft.meshes.placements import reduced
 from weft.schema import Schema, TensorSchema
 
 
@@ -137,18 +136,6 @@ def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Coll
 def with_schema(effect: Collective, x: Tensor) -> Collective:
     """The collective with the schema of a rank's tensor."""
     return attrs.evolve(effect, schema=Schema((TensorSchema("x", tuple(map(int, x.shape)), x.dtype),)))
-
-
-def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """The sum (maximum, minimum) of tensors, as a balanced tree: neighbours are added, then neighbouring sums. A sum of
-    16-bit values is made in float32, and rounded once.
-
-    >>> reduced([torch.tensor(2.0**25), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0)], "sum") - 2.0**25
-    tensor(4.)
-    """
-    if reduce_op != "sum" or inputs[0].dtype not in (torch.float16, torch.bfloat16):
-        return balanced(REDUCTIONS[reduce_op], inputs)
-    return balanced(REDUCTIONS[reduce_op], [x.float() for x in inputs]).to(inputs[0].dtype)
 
 
 def cut(effect: Collective, x: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def _left(count):
 
 @triton.jit
 def _sum(words, half: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, PAIR: tl.constexpr):
-    """The sum of one value of each of COUNT ranks from FIRST on, as a balanced tree: `weft.meshes.collectives.reduced`
+    """The sum of one value of each of COUNT ranks from FIRST on, as a balanced tree: `weft.meshes.placements.reduced`
     defines it."""
     if COUNT > 1:
         LEFT: tl.constexpr = _left(COUNT)

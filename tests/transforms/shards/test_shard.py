@@ -272,6 +272,15 @@ def test_vmap_inside_passes_a_collective() -> None:
     assert torch.equal(weft.shard(f, TWO, weft.Shard(1), weft.Replicate())(x), x.sum(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_terms_of_a_result_are_added_up_as_all_reduce_does(dtype: torch.dtype) -> None:
+    x = torch.tensor([[60000.0, 1.0], [60000.0, 0.002], [-60000.0, 0.003], [-60000.0, 0.004]]).to(dtype)
+    mesh = weft.Mesh(tensor=4)
+    whole = weft.shard(lambda x: weft.all_reduce(x.sum(0), "tensor"), mesh, weft.Shard(0), weft.Replicate())(x)
+    assert whole[0] == 0
+    assert torch.equal(weft.shard(lambda x: x.sum(0), mesh, weft.Shard(0), weft.Partial())(x), whole)
+
+
 def test_a_branch_on_the_rank_is_part_of_its_program() -> None:
     def f(x: Tensor) -> Tensor:
         return weft.all_reduce(x if weft.axis_index("tensor") == 0 else x * 10, "tensor")
