@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from weft.torchapi.watching import KEY as WATCH_KEY, unwatched, watched
 
@@ -43,6 +43,13 @@ VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 """The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DispatchMode(TorchDispatchMode):
+    """`TorchDispatchMode` with types; a subclass defines `__torch_dispatch__(func, types, args, kwargs)`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
 
 class FunctionMode(TorchFunctionMode):

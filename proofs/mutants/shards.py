@@ -65,9 +65,9 @@ def _as_of_the_last_axis(self: Mesh, axis: str) -> int:
     return 1
 
 
-def _not_copied(self: Parts, traces: Any) -> list[list[Tensor]]:
+def _not_copied(self: Parts, traces: Any, call: str) -> list[list[Tensor]]:
     """Each rank writes a donated argument that all of them have."""
-    return _tensors(attrs.evolve(self, replicas=set()), traces)
+    return _tensors(attrs.evolve(self, replicas=set()), traces, call)
 
 
 _tensors = Parts.tensors

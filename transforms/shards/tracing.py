@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.effects import Effect, Program, Run
 from weft.errors import CaptureError, DerivativeError
 from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.torchapi.private import VIEWS, schema_of, storage_id, without_modes
+from weft.torchapi.private import VIEWS, DispatchMode, schema_of, storage_id, without_modes
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -120,7 +119,7 @@ def trace(
     return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph), arguments, written)
 
 
-class _Cuts(TorchDispatchMode):
+class _Cuts(DispatchMode):
     """The first operator in a trace where autograd would not follow a value, as the trace's operators would."""
 
     def __init__(self) -> None:
