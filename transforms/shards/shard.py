@@ -257,7 +257,8 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
     Raises:
         MeshError: placements that do not fit the mesh, or the arguments.
         ProgramError: ranks that do not run the same collectives in the same order.
-        CaptureError: a function that reads the values of tensors, or writes one in place that is no argument.
+        CaptureError: a function that reads the values of tensors, writes one in place that is no argument, or draws
+            random numbers.
 
     >>> import torch, weft
     >>> def mlp(params, x):  # columns of `up` and rows of `down`: one sum over the ranks

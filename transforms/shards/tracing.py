@@ -75,7 +75,8 @@ def trace(
         grads: whether the trace will be differentiated. Then functions with derivatives stand for weft's operators.
 
     Raises:
-        CaptureError: the function reads the values of tensors, or writes one in place that is no argument.
+        CaptureError: the function reads the values of tensors, writes one in place that is no argument, or draws random
+            numbers, which would be others on each number of ranks.
         DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value.
     """
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -103,6 +104,11 @@ def trace(
     if cuts.first is not None:
         seen = f"{cuts.first} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
         raise DerivativeError(f"weft.shard({name}, ...)", seen, "value.detach(); or the whole call in torch.no_grad()")
+    if (node := next(filter(_draws, graph.graph.nodes), None)) is not None:
+        seen = f"{node.target}, whose random numbers would be others on each number of ranks"
+        raise CaptureError(
+            f"weft.shard({name}, ...)", seen, "an argument that is drawn outside, placed as what it meets"
+        )
     outputs, out_structure = returned[-1]
     nodes = iter(next(iter(graph.graph.find_nodes(op="output"))).args[0])
     made = tuple(next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
@@ -117,6 +123,19 @@ def trace(
         seen = f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank writes in place"
         raise CaptureError(f"weft.shard({name}, ...)", seen, "an argument, whose new value the function returns")
     return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph), arguments, written)
+
+
+def _draws(node: Node) -> bool:
+    """Whether a call of an operator draws random numbers."""
+    schema = schema_of(node.target)
+    if schema is None or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    chance = node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0)
+    return chance != 0.0
 
 
 class _Cuts(DispatchMode):

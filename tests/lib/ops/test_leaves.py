@@ -9,7 +9,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import DescriptorError
-from weft.meshes.collectives import reduced
+from weft.meshes.placements import reduced
 from weft.ops.attention.paged import paged_attention
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route

@@ -1,12 +1,14 @@
 """`shard`: DTensor as the oracle, states written in place, branches on the rank, programs, and errors with texts."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from refusal import refused
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -346,6 +348,21 @@ def test_a_graph_may_be_the_first_call() -> None:
 
 def test_it_prints_as_its_function_on_its_mesh() -> None:
     assert repr(weft.shard(mlp, TWO, weft.Replicate(), weft.Replicate())) == "<Sharded mlp on Mesh(tensor=2)>"
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: x.clone().normal_()])
+def test_random_numbers_would_be_others_on_each_number_of_ranks(draw: Callable[[Tensor], Tensor]) -> None:
+    sharded = weft.shard(lambda x: weft.all_gather(draw(x), "tensor"), TWO, weft.Shard(0), weft.Replicate())
+    seen = "<any>, whose random numbers would be others on each number of ranks"
+    with refused(CaptureError, "weft.shard(<any>, ...)", seen, "an argument that is drawn outside, <any>"):
+        sharded(torch.ones(4))
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    q = torch.randn(2, 3, 4, 8)
+    attend = weft.shard(lambda q: F.scaled_dot_product_attention(q, q, q), TWO, weft.Shard(0), weft.Shard(0))
+    torch.testing.assert_close(attend(q), F.scaled_dot_product_attention(q, q, q))
+    assert torch.equal(weft.shard(lambda x: F.dropout(x, 0.5, training=False), TWO, weft.Shard(0), weft.Shard(0))(q), q)
 
 
 CALL = "weft.shard(f, Mesh(tensor=2), ...)"
