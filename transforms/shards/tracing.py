@@ -134,8 +134,8 @@ def _draws(node: Node) -> bool:
     if "dropout_p" not in names:
         return True
     place = names.index("dropout_p")
-    chance = node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0)
-    return chance != 0.0
+    chance: Any = node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0)
+    return bool(chance != 0.0)
 
 
 class _Cuts(DispatchMode):
