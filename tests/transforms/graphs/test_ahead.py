@@ -58,7 +58,7 @@ def test_a_kernel_is_launched_or_compiled() -> None:
 def test_results_of_our_operators_are_zeros_and_their_arguments_stay() -> None:
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     with _Zeros():
-        assert not torch.ops.weft.linear(x, weight, None).any()
+        assert not torch.ops.weft.linear(x, weight, None, 0).any()
         assert (x @ weight.T == 4).all()
     assert bool(x.all())
     assert bool(weight.all())
