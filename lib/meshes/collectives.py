@@ -139,7 +139,8 @@ def with_schema(effect: Collective, x: Tensor) -> Collective:
 
 
 def cut(effect: Collective, x: Tensor) -> Tensor:
-    """What each rank gets of one rank's tensor in a collective, [ranks, ...]: its part, or the whole. A view."""
+    """The parts of one rank's tensor that a collective sends to the ranks, [ranks, ...], in their order: a part each,
+    or the whole tensor to all. A view."""
     count = len(effect.ranks)
     match effect:
         case ReduceScatter(dim=dim) | AllToAll(split_dim=dim):

@@ -137,7 +137,7 @@ def _reduced(words, RANKS: tl.constexpr, PAIR: tl.constexpr):
 
 @triton.jit
 def _place(offsets, rank: tl.constexpr, run, RANKS: tl.constexpr, ALTERNATE: tl.constexpr):
-    """Where the words of a rank's piece are in a tensor: `Pieces`."""
+    """The places in a tensor of some words of a rank's piece, whose layout is `Pieces`."""
     if ALTERNATE:
         return (offsets // run) * (run * RANKS) + rank * run + offsets % run
     else:

@@ -104,9 +104,8 @@ def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> b
         for step in range(chunks + ahead):
             program += [("send", first + step)] * (step < chunks) + [("read", first + step - ahead)] * (step >= ahead)
         first += chunks
-    done = {
-        kind: [0, *itertools.accumulate(event == kind for event, _ in program)] for kind in ("send", "read")
-    }  # by the events that a rank has behind it
+    # The sends and the reads among the first events of a rank, by the number of these.
+    done = {kind: [0, *itertools.accumulate(event == kind for event, _ in program)] for kind in ("send", "read")}
     seen, left = set[tuple[int, ...]](), [(0,) * ranks]
     while left:
         places = left.pop()

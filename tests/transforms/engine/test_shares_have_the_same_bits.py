@@ -53,7 +53,7 @@ def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 def found_by(tensor: int, ranks: int, backend: str = "gloo") -> list[dict[str, Any]]:
-    """What each rank finds."""
+    """The completions of all engines on each rank, by the engine's name."""
     in_float32 = {name: asked for name, asked in EVERY.items() if "dtype" not in asked.model}
     others = {name: asked for name, asked in EVERY.items() if name not in in_float32}
     # A transport's messages of one class of batch have one dtype.

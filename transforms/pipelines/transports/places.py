@@ -38,7 +38,7 @@ class Places:
         descriptor = os.open(self._files[rank], os.O_RDWR | flags, 0o600)
         try:
             if flags:
-                os.ftruncate(descriptor, _SIZE)
+                os.write(descriptor, bytes(_SIZE))  # on a full disk, a hole would end the process when it is written
             self._maps[rank] = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
