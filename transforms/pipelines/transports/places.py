@@ -31,17 +31,18 @@ class Places:
     def __init__(self, files: Sequence[Path], rank: int) -> None:
         self._files, self._rank, self._count = files, rank, 0
         self._maps: dict[int, mmap.mmap] = {}
-        self.unlink()  # that of a run that was killed
-        self._open(rank, os.O_CREAT | os.O_EXCL)
-
-    def _open(self, rank: int, flags: int = 0) -> mmap.mmap:
-        descriptor = os.open(self._files[rank], os.O_RDWR | flags, 0o600)
+        made = files[rank].with_name(f"{files[rank].name}.{os.getpid()}")  # others find it when it is whole
         try:
-            if flags:
-                os.write(descriptor, bytes(_SIZE))  # on a full disk, a hole would end the process when it is written
-            self._maps[rank] = mmap.mmap(descriptor, _SIZE)
+            with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(bytes(_SIZE))  # on a full disk, a hole would end the process when it is written
+            made.replace(files[rank])
         finally:
-            os.close(descriptor)
+            made.unlink(missing_ok=True)
+        self._open(rank)
+
+    def _open(self, rank: int) -> mmap.mmap:
+        with open(self._files[rank], "r+b") as file:
+            self._maps[rank] = mmap.mmap(file.fileno(), _SIZE)
         return self._maps[rank]
 
     def meet(self) -> None:

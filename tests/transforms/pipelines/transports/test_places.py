@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import signal
 import stat
+import threading
 from pathlib import Path
 
 from weft.transforms.pipelines.transports.places import Places
@@ -31,6 +32,24 @@ def test_files_without_names_are_read_by_those_who_met(tmp_path: Path) -> None:
     assert other.read(0) == b"here"
     assert [file.name for file in tmp_path.iterdir()] == ["1"]
     assert Places(files(tmp_path), 1).read(0) is None
+
+
+def test_a_file_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
+    """By readers that look while it is made; and nothing is left of a run that was killed."""
+
+    def make() -> None:
+        for _ in range(300):
+            Places(files(tmp_path), 0)
+            files(tmp_path)[0].unlink()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    while thread.is_alive():
+        assert Places(files(tmp_path), 1).read(0) is None
+    thread.join()
+    Places(files(tmp_path), 0).write(b"killed")
+    assert Places(files(tmp_path), 0).read(0) is None
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1"]
 
 
 def write_for_ever(folder: Path) -> None:
