@@ -43,6 +43,38 @@ _QWEN3: Mapping[str, Any] = {
     "vocab_size": 151936,
 }
 
+_LLAMA3: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+_LLAMA3_ROPE: Mapping[str, Any] = {
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+_FP8: Mapping[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head"],
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
         **_QWEN3,
@@ -74,6 +106,23 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 36,
         "tie_word_embeddings": False,
     },
+    "qwen3-14b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b-fp8": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "quantization_config": _FP8,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b-fp8": {
         **_QWEN3,
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -90,44 +139,52 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 48,
         "num_key_value_heads": 4,
         "quantization_config": {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
+            **_FP8,
             "modules_to_not_convert": [
                 "lm_head",
                 *(f"model.layers.{i}.{name}" for i in range(48) for name in ("input_layernorm", "mlp.gate")),
                 *(f"model.layers.{i}.post_attention_layernorm" for i in range(48)),
             ],
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
         },
         "tie_word_embeddings": False,
     },
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
+    "qwen2.5-3b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
         "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 36,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA3,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        **_LLAMA3,
         "hidden_size": 4096,
         "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "num_attention_heads": 32,
         "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": {
-            "factor": 8.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 8.0},
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
     },
 }
 """Objects for `weft.stages.config.parse_config`; `tiny` is not a published model, but one for tests."""

@@ -12,9 +12,17 @@ from weft.stages.random_weights import PRESETS
 PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b-fp8": 32_762_123_264,
     "qwen3-30b-a3b-fp8": 30_532_122_624,
+    "qwen2.5-3b": 3_085_938_688,
+    "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
 }
+
+
+def test_every_preset_of_a_model_is_counted() -> None:
+    assert {*PARAMETERS} == {*PRESETS} - {"tiny"}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -45,7 +45,17 @@ from weft.transforms.cli.flags import (
 )  # fmt: skip
 from weft.transforms.graphs.ladder import MODES
 
-PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b-fp8", "llama-3.1-8b")
+PRESETS = (
+    "tiny",
+    "qwen3-0.6b",
+    "qwen3-8b",
+    "qwen3-14b",
+    "qwen3-32b-fp8",
+    "qwen3-30b-a3b-fp8",
+    "qwen2.5-3b",
+    "llama-3.2-1b",
+    "llama-3.1-8b",
+)
 """The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch."""
 
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
