@@ -1,12 +1,11 @@
 """The kernels of a decoder layer, timed inside a CUDA graph, against the bytes that they must move.
 
-    python -m weft.proofs.bench.kernels [--out FOLDER] [--quick] [--search SECONDS] [--tokens 1 64]
+    python -m weft.proofs.bench.kernels [--out FOLDER] [--quick] [--tokens 1 64]
 
 The sizes are those of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16. Each row has the microseconds per call over
 repeated replays of a graph (which uses more copies of the weights than a cache holds), the floor at 4.27 TB/s (the copy
-bandwidth of an H200), their ratio, and the greatest relative error against the reference. With `--search` the tiles of
-the products are timed first (which needs a GPU), and the best are written to `tiles.json`, in the package and in the
-folder. Without a GPU the references run at tiny sizes, only to show that it runs: the figures mean nothing.
+bandwidth of an H200), their ratio, and the greatest relative error against the reference. Without a GPU the references
+run at tiny sizes, only to show that it runs: the figures mean nothing.
 """
 
 import argparse
@@ -29,7 +28,6 @@ from weft.proofs.bench.kernel_cases import (
     layer_cases,
     relative_error,
 )  # fmt: skip
-from weft.proofs.bench.tile_search import search
 from weft.proofs.environment import environment
 
 BANDWIDTH = 4.27e12
@@ -83,24 +81,21 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Search for tiles if asked to, time everything, write `kernels.json`, and print the table."""
+    """Time everything, write `kernels.json`, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--search", type=float, metavar="SECONDS", help="find the best tiles first, in this time")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = given.quick or device == "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = (TINY_EXPERTS, TINY) if quick else (QWEN3_30B_A3B, QWEN3_0_6B)
-    found = search(sizes, given.tokens, given.search, given.out) if given.search and device == "cuda" else []
     rows = time_layers(sizes, given.tokens, device)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         report = {"environment": environment(device), "bandwidth": BANDWIDTH, "rows": [attrs.asdict(r) for r in rows]}
         (given.out / "kernels.json").write_text(json.dumps(report, indent=1))
-        (given.out / "search.json").write_text(json.dumps([attrs.asdict(one) for one in found]))
     show(rows)
 
 

@@ -1,188 +1,205 @@
-"""The search for tiles: several processes compile a small set of them, then one process times them."""
+"""All tiles of linear layers, timed on the shapes of published models: the data of the model in `weft.ops.tiles`.
 
-import multiprocessing
+    python -m weft.proofs.bench.tile_search --out FOLDER [--limit SECONDS] [--dry]
+
+It writes `tile_search.json.xz`: the seconds of a call for each shape, number of tokens and tile, and for torch's own
+products. Work is ordered so that the time limit cuts off what matters least: all shapes have their first number of
+tokens before any has its second. With `--dry` it prints the numbers of kernels and timings, and needs no GPU.
+"""
+
+import argparse
+import json
+import lzma
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from weft.ops import fp8
-from weft.ops.tiles import MOST_SCANNED, Tile
-from weft.proofs.bench.graph_seconds import graph_seconds
-from weft.proofs.bench.kernel_cases import Maker, Sizes
-from weft.proofs.bench.tile_table import Product, Timed, best, update
+from weft.ops.tile_candidates import linear_candidates
+from weft.ops.tiles import Tile
+from weft.proofs.bench.tile_shapes import COUNTS, HELD_COUNTS, HELD_OUT, TRAINING, shapes
+from weft.proofs.bench.tile_timing import (
+    LIBRARIES,
+    Choice,
+    Compiled,
+    GpuTimer,
+    Kind,
+    Product,
+    compile_kinds,
+    device_facts,
+    kind_of,
+)
+from weft.proofs.environment import environment
 
-_PROCESSES = 14
-_PART_BYTES_PER_SECOND = 8e12
-"""The bytes per second at which the next kernel reads the parts of a product: they come from the cache."""
-
-
-def products(sizes: Sizes, tokens: int) -> Iterator[Product]:
-    """All products of a layer."""
-    if sizes.num_experts:
-        yield Product("fp8_linear", tokens, sizes.qkv, sizes.hidden, sizes)
-        yield Product("fp8_linear", tokens, sizes.hidden, sizes.heads * sizes.dim, sizes)
-        yield Product("linear", tokens, sizes.num_experts, sizes.hidden, sizes)
-        yield Product("gate_up", tokens, 2 * sizes.inner, sizes.hidden, sizes)
-        yield Product("down", tokens, sizes.hidden, sizes.inner, sizes)
-        yield Product("down", tokens, sizes.hidden, sizes.inner, sizes, plain=True)
-    else:
-        yield Product("linear", tokens, sizes.qkv, sizes.hidden, sizes)
-        yield Product("linear", tokens, sizes.hidden, sizes.heads * sizes.dim, sizes)
-        yield Product("linear", tokens, 2 * sizes.inner, sizes.hidden, sizes)
-        yield Product("linear", tokens, sizes.hidden, sizes.inner, sizes)
+_HOPELESS = 1.4
+"""A choice whose first replays take this much longer than the best so far is not replayed again."""
+_FINALISTS, _NEAR = 5, 1.1
+"""The choices that are timed again in the end, and how near to the best they are."""
+_WIDEST_FP8 = 100_000
+"""The rows from which a layer is a head, which is never in FP8."""
+_ORDER = (1, 64, 2048, 6, 128, 96, 8, 512, 16, 256, 32, 700, 24, 4)
+"""The order of the numbers of tokens."""
 
 
-def candidates(product: Product) -> Iterator[Tile]:
-    """The tiles to try for a product."""
-    count, many = product.tokens, product.tokens > 512
-    if not product.kind.endswith("linear"):
-        yield from _expert_candidates(product, many)
-        return
-    own = max(16, 1 << (min(count, 128) - 1).bit_length())
-    for most in {64, 128} if many else {own, max(own // 2, 16), max(own // 4, 16)}:
-        for rows in (128, 256) if many else (64, 128):
-            for columns in (128,) if product.kind == "fp8_linear" else (64, 128):
-                for stages in (3, 4) if many else (3, 5):
-                    for parts in (1,) if many else (1, 2, 4, 8):
-                        for warps in (4,) if most * rows < 8192 else (4, 8):
-                            yield Tile(rows, most, columns, warps, stages, parts)
+class Timer(Protocol):
+    """What times a choice: `GpuTimer`, or a test's own."""
+
+    def start(self, product: Product, choice: Choice) -> Callable[[], float] | None:
+        """A function that returns the seconds of a call each time it is called; None: the choice does not run."""
 
 
-def _expert_candidates(product: Product, many: bool) -> Iterator[Tile]:
-    pairs, count = product.tokens * product.sizes.top_k, product.tokens
-    for sort in (False, True) if pairs <= MOST_SCANNED else (True,):
-        for most in (64, 128) if many else (16,) if count <= 64 else (16, 32, 64):
-            for rows in (128,) if many else (64, 128, 256):
-                for stages in (3, 4):
-                    for warps in (4, 8):
-                        yield Tile(rows, most, 128, warps, stages, sort=sort)
+@attrs.frozen
+class Measured:
+    """The seconds of a call of a product by each choice.
+
+    Args:
+        again: the seconds of the best choices in a second graph.
+    """
+
+    product: Product
+    seconds: dict[Choice, float]
+    again: dict[Choice, float]
 
 
-def maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
-    """A function that makes calls of the product for a tile. Weights, or tokens' experts, take turns between calls."""
-    return _linear_maker(product) if product.kind.endswith("linear") else _expert_maker(product)
+def products() -> list[Product]:
+    """All products, in the order in which they are timed."""
+    training = shapes(TRAINING)
+    held = [shape for shape in shapes(HELD_OUT) if shape not in training]
+    found = [
+        Product(kind, count, *shape)
+        for kind in LIBRARIES
+        for counts, some in ((COUNTS, training), (HELD_COUNTS, held))
+        for count in counts
+        for shape in some
+        if kind == "linear" or shape[0] < _WIDEST_FP8
+    ]
+    return sorted(found, key=lambda product: _ORDER.index(product.tokens))
 
 
-def _linear_maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
-    from weft.ops.linear_triton import run_tile
-
-    make, dtype, in_fp8 = Maker("cuda", torch.bfloat16), torch.bfloat16, product.kind == "fp8_linear"
-    shape, x = (product.rows, product.columns), make.randn(product.tokens, product.columns)
-    count = make.copies(*shape, itemsize=1 if in_fp8 else 2)
-    weights: list[Any] = [make.fp8(*shape) if in_fp8 else (make.randn(*shape), None) for _ in range(count)]
-    values, scales = fp8.reference_quantize(x) if in_fp8 else (x, None)
-
-    def run(tile: Tile | None, weight: Tensor, scale: Tensor | None) -> Tensor:
-        return F.linear(x, weight) if tile is None else run_tile(values, scales, weight, scale, None, dtype, tile)
-
-    return lambda tile: [partial(run, tile, *w) for w in weights]
+def choices(product: Product) -> list[Choice]:
+    """torch's own products, and the candidate tiles."""
+    tiles = linear_candidates(product.tokens, product.rows, product.columns, product.kind == "fp8_linear")
+    return [*LIBRARIES[product.kind], *tiles]
 
 
-def _expert_maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
-    from weft.ops.experts.products_triton import launch_down, launch_gate_up
-    from weft.ops.experts.routing_triton import align
-
-    make, count, sizes = Maker("cuda", torch.bfloat16), product.tokens, product.sizes
-    weights = [make.fp8(sizes.num_experts, product.rows, product.columns) for _ in range(2)]
-    routes = [make.route(sizes, count) for _ in range(16)]
-    x = make.randn(count if product.kind == "gate_up" else count * sizes.top_k, product.columns)
-    made = (x, None) if product.plain else fp8.reference_quantize(x)
-    out = make.randn(sizes.top_k, count, sizes.hidden, dtype=torch.float32)
-
-    def run(tile: Tile, i: int, aligned: Any) -> None:
-        (by, experts), (weight, scale) = routes[i], weights[i % 2]
-        if product.kind == "gate_up":
-            launch_gate_up(made[0], made[1], weight, scale, experts, aligned, torch.bfloat16, tile)
-            return
-        values, scales = torch.ops.weft.quantize(x) if product.plain and tile.tokens >= 64 else made
-        launch_down(values, scales, weight, scale, by, experts, aligned, out, tile)
-
-    def calls(tile: Tile | None) -> list[Callable[[], Any]]:
-        assert tile is not None
-        block = tile.tokens if tile.sort else 0
-        aligned = [align(experts, sizes.num_experts, block) if block else None for _, experts in routes]
-        return [partial(run, tile, i, aligned[i]) for i in range(len(routes))]
-
-    return calls
-
-
-def compile_some(work: tuple[Product, list[Tile]]) -> None:
-    """Run each tile once, so that triton's cache on disk has the compiled kernel."""
-    product, some = work
-    make = maker(product)
-    for tile in some:
-        try:
-            make(tile)[0]()
-        except Exception:  # a tile that does not fit; the timing process leaves it out
+def measure(product: Product, timer: Timer) -> Measured:
+    """Time every choice that runs; the best are timed again, in graphs of their own."""
+    seconds = dict[Choice, float]()
+    for choice in choices(product):
+        if (replay := timer.start(product, choice)) is None:
             continue
-    torch.cuda.synchronize()
+        seconds[choice] = replay()
+        if seconds[choice] <= _HOPELESS * min(seconds.values()):
+            seconds[choice] = replay()
+    again = dict[Choice, float]()
+    for choice in sorted(seconds, key=seconds.__getitem__)[:_FINALISTS]:
+        if seconds[choice] <= _NEAR * min(seconds.values()) and (replay := timer.start(product, choice)):
+            replay()
+            again[choice] = replay()
+    return Measured(product, seconds, again)
 
 
-def compile_all(work: Sequence[Product]) -> None:
-    """Compile the candidates of all products, each kind of kernel once."""
-    found: dict[Any, tuple[Product, Tile]] = {}
+def search(work: Iterable[Product], timer: Timer, until: float) -> Iterator[Measured]:
+    """Time the products until the time is over."""
     for product in work:
-        for tile in candidates(product):
-            pairs = 0 if tile.sort or product.kind.endswith("linear") else product.tokens
-            kind = "linear" if product.kind.endswith("linear") else (product.rows, product.columns)
-            key = kind, product.kind == "linear", product.plain, pairs, product.tokens == 1, attrs.evolve(tile, parts=1)
-            found.setdefault(key, (product, tile))
-    some: dict[tuple[Product, int], list[Tile]] = {}
-    for i, (product, tile) in enumerate(found.values()):
-        some.setdefault((product, i % 4), []).append(tile)
-    with multiprocessing.get_context("spawn").Pool(_PROCESSES) as pool:
-        pool.map(compile_some, [(product, part) for (product, _), part in some.items()], chunksize=1)
-
-
-def time_product(product: Product, until: float) -> Iterator[Timed]:
-    """Time every candidate that fits the GPU, until the time is over."""
-    make = maker(product)
-    if product.kind == "linear":
-        yield Timed(product, None, graph_seconds(make(None), "cuda"))
-    for tile in candidates(product):
-        if time.time() > until:
+        if time.time() >= until:
             return
-        try:
-            seconds = graph_seconds(make(tile), "cuda")
-        except Exception as error:
-            if "OutOfResources" not in type(error).__name__:
-                raise
-            continue
-        left = 4 * tile.parts * product.tokens * product.rows / _PART_BYTES_PER_SECOND if tile.parts > 1 else 0
-        yield Timed(product, tile, seconds + left)
+        yield measure(product, timer)
 
 
-def search(sizes: Sequence[Sizes], tokens: Sequence[int], limit: float, out: Path | None) -> list[Timed]:
-    """Time the candidates, and write `tiles.json` after each number of tokens. Sizes not reached within `limit` seconds
-    keep their old tiles."""
-    start, everything = time.time(), list[Timed]()
-    compile_all([product for size in sizes for count in tokens for product in products(size, count)])
-    print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    for count in tokens:
-        for size in sizes:
-            seen = [one for product in products(size, count) for one in time_product(product, start + limit)]
-            if time.time() > start + limit:
-                print(f"out of time at {count} tokens of {size.name}", flush=True)
-                return everything
-            update(count, best(seen, _align_seconds(size, count)), out)
-            everything += seen
-            torch.cuda.empty_cache()
-        print(f"{count} tokens: {time.time() - start:.0f} s", flush=True)
-    return everything
+def as_json(found: Sequence[Measured], compiled: dict[Kind, Compiled | str], facts: dict[str, Any]) -> dict[str, Any]:
+    """The record: choices have numbers, and times are nanoseconds."""
+    names = list(dict.fromkeys(choice for one in found for choice in one.seconds))
+    number = {choice: i for i, choice in enumerate(names)}
+
+    def rows(seconds: dict[Choice, float]) -> list[tuple[int, int]]:
+        return [(number[choice], round(value * 1e9)) for choice, value in seconds.items()]
+
+    return {
+        **facts,
+        "choices": [attrs.astuple(choice)[:6] if isinstance(choice, Tile) else choice for choice in names],
+        "products": [[*attrs.astuple(one.product), rows(one.seconds), rows(one.again)] for one in found],
+        "kernels": [
+            [
+                attrs.astuple(kind.tile)[:5],
+                kind.fp8,
+                kind.split,
+                kind.grouped,
+                one if isinstance(one, str) else attrs.astuple(one),
+            ]
+            for kind, one in compiled.items()
+        ],
+    }
 
 
-def _align_seconds(size: Sizes, tokens: int) -> float:
-    """The seconds that it takes to sort the pairs of a number of tokens."""
-    from weft.ops.experts.routing_triton import align
+def read(path: Path) -> tuple[list[Measured], dict[str, Any]]:
+    """The measurements of a file, and the record that they are from."""
+    record = json.loads(lzma.decompress(path.read_bytes()))
+    names: list[Choice] = [name if isinstance(name, str) else Tile(*name) for name in record["choices"]]
+    found = []
+    for *fields, seconds, again in record["products"]:
+        times = ({names[i]: nanoseconds / 1e9 for i, nanoseconds in some} for some in (seconds, again))
+        found.append(Measured(Product(*fields), *times))
+    return found, record
 
-    if not size.num_experts:
-        return 0.0
-    _, experts = Maker("cuda", torch.bfloat16).route(size, tokens)
-    return graph_seconds([partial(align, experts, size.num_experts, 16)], "cuda")
+
+def write(folder: Path, record: dict[str, Any]) -> None:
+    """Write `tile_search.json.xz`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tile_search.json.xz").write_bytes(lzma.compress(json.dumps(record).encode()))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compile, time, and write; or count."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds of wall time in all (420)")
+    parser.add_argument("--dry", action="store_true", help="only count")
+    given = parser.parse_args(argv)
+    start, work = time.time(), products()
+    every = [(product, choice) for product in work for choice in choices(product)]
+    kinds = {kind_of(product, choice) for product, choice in every if isinstance(choice, Tile)}
+    print(f"{len(work)} products, {len(every)} timings, {len(kinds)} kernels", flush=True)
+    if given.dry:
+        print(f"an estimated {estimate(every, len(kinds)):.0f} s")
+        return
+    compiled = compile_kinds(kinds, 0.45 * given.limit)
+    print(f"{len(compiled)} compiled by {time.time() - start:.0f} s", flush=True)
+    for kind, made in compiled.items():
+        if isinstance(made, str) or not made.error < 0.02:
+            print(kind, made)
+    facts: dict[str, Any] = {"compile_seconds": time.time() - start}
+    timer = GpuTimer(compiled)
+    facts |= {"environment": environment("cuda"), "device": dict(device_facts()), "errors": timer.errors}
+    found, tokens = list[Measured](), 0
+    try:
+        for one in search(work, timer, start + given.limit - 30):
+            if one.product.tokens != tokens:
+                tokens = one.product.tokens
+                print(f"{time.time() - start:.0f} s: {len(found)} products, next {tokens} tokens", flush=True)
+            found.append(one)
+        facts["consumers"] = list(timer.consumers())
+    finally:
+        facts |= {"seconds": time.time() - start, "scaled_mm_error": timer.scaled_mm_error}
+        write(given.out, as_json(found, compiled, facts))
+    print(f"{len(found)} of {len(work)} products in {facts['seconds']:.0f} s; {timer.errors}")
+
+
+def estimate(every: Sequence[tuple[Product, Choice]], kernels: int) -> float:
+    """The seconds that a search takes on an H100, from its bytes at 2 TB/s and its operations at 300 TFLOP/s: a replay
+    for each, four more for every second one, and two milliseconds of the host; and a second of a core a kernel."""
+    seconds = kernels / 10 + 30
+    for product, _ in every:
+        size = product.rows * product.columns
+        itemsize = 1 if product.kind == "fp8_linear" else 2
+        launches = max(2, math.ceil(2**28 / size / itemsize))
+        each = max(size * itemsize / 2e12, 2 * size * product.tokens / 3e14)
+        seconds += 0.002 + 3 * launches * each
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

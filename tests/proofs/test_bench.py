@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from weft.ops.tiles import Tile
 from weft.proofs.bench import (
     accuracy_http,
     attention,
@@ -20,10 +19,7 @@ from weft.proofs.bench import (
     kernels,
     ladder_capture,
     sampling,
-    tile_search,
 )
-from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
-from weft.proofs.bench.tile_table import Product, Timed, best
 from weft.proofs.http.client import Answer, _Client
 from weft.stages.random_weights import PRESETS
 
@@ -114,32 +110,6 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert row["floor_us"] > 0
         assert row["error"] < 1e-2
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) + 4
-
-
-@pytest.mark.parametrize("sizes", [QWEN3_30B_A3B, QWEN3_0_6B], ids=lambda sizes: str(sizes.name))
-@pytest.mark.parametrize("tokens", [1, 64, 256, 4096])
-def test_candidates_are_tiles_that_triton_takes(sizes: Sizes, tokens: int) -> None:
-    for product in tile_search.products(sizes, tokens):
-        tiles = list(tile_search.candidates(product))
-        assert 2 <= len(tiles) == len(set(tiles)) <= 200
-        for tile in tiles:
-            assert tile.tokens >= 16
-            assert tile.columns == 128 or product.kind == "linear"
-            assert tile.sort or tokens * sizes.top_k <= 512 or product.kind.endswith("linear")
-
-
-def test_the_best_tiles_of_both_products_fit_together() -> None:
-    """A first product that quantises fits only a second one that takes quantised input; sorting twice costs twice."""
-    first, second = (Product(kind, 64, 0, 0, QWEN3_30B_A3B) for kind in ("gate_up", "down"))
-    plain = Product("down", 64, 0, 0, QWEN3_30B_A3B, plain=True)
-    whole, half = Tile(256, 16, 128, 4, 3), Tile(128, 16, 128, 4, 3)
-    sorted_half, wide = Tile(128, 16, 128, 4, 3, sort=True), Tile(128, 32, 128, 4, 3, sort=True)
-    seen = [Timed(first, whole, 8.0), Timed(second, half, 9.0), Timed(first, half, 10.0), Timed(plain, half, 5.0)]
-    assert list(best(seen, 4.0).values()) == [half]  # one key in this test: 10 + 5 < 8 + 9
-    seen += [Timed(first, sorted_half, 3.0), Timed(plain, wide, 1.0), Timed(plain, sorted_half, 2.0)]
-    assert list(best(seen, 4.0).values()) == [sorted_half]  # 3 + 2 + 4 < 3 + 1 + 2 * 4
-    linear = Product("linear", 64, 5, 5, QWEN3_0_6B)
-    assert best([Timed(linear, None, 1.0), Timed(linear, half, 2.0)], 0.0) == {linear.key: None}
 
 
 @pytest.mark.slow

@@ -1,0 +1,108 @@
+"""The search for tiles: what it times and in which order, with a timer of the test's own."""
+
+import itertools
+import lzma
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.ops.tile_candidates import SHARED_BYTES, linear_candidates
+from weft.ops.tiles import Tile
+from weft.proofs.bench import tile_search
+from weft.proofs.bench.tile_shapes import HELD_OUT, TRAINING, shapes
+from weft.proofs.bench.tile_timing import Choice, Compiled, Product, kind_of
+
+PRODUCT = Product("linear", 64, 4096, 4096)
+
+
+class Slow:
+    """Seconds by a tile's rows and stages; counts its calls. torch takes ten times as long, and cublaslt is missing."""
+
+    def __init__(self) -> None:
+        self.asked: dict[Choice, int] = {}
+
+    def start(self, product: Product, choice: Choice) -> Callable[[], float] | None:
+        if choice == "cublaslt":
+            return None
+        scale = product.columns / 4096
+        seconds = 1e-3 if isinstance(choice, str) else choice.rows * choice.parts * scale * 1e-6 + choice.stages * 1e-8
+
+        def replay() -> float:
+            self.asked[choice] = self.asked.get(choice, 0) + 1
+            return seconds
+
+        return replay
+
+
+def test_hopeless_choices_are_timed_once_and_the_best_again() -> None:
+    timer = Slow()
+    found = tile_search.measure(PRODUCT, timer)
+    best = min(found.seconds, key=found.seconds.__getitem__)
+    assert isinstance(best, Tile)
+    assert (best.rows, best.stages) == (64, 3)
+    assert found.again[best] == found.seconds[best]
+    assert timer.asked[best] == 4
+    assert {timer.asked[one] for one in found.seconds if found.seconds[one] > 1.4 * found.seconds["torch"]} <= {1}
+    assert "cublaslt" not in found.seconds
+    assert len(found.seconds) == len(tile_search.choices(PRODUCT)) - 1
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    found = [tile_search.measure(PRODUCT, Slow())]
+    tile = next(choice for choice in found[0].seconds if isinstance(choice, Tile))
+    compiled = {
+        kind_of(PRODUCT, tile): Compiled(40, 0, 1024, 0.001),
+        kind_of(PRODUCT, Tile(64, 16, 64, 4, 9)): "too big",
+    }
+    tile_search.write(tmp_path, tile_search.as_json(found, compiled, {"seconds": 1.0}))
+    (again,), record = tile_search.read(tmp_path / "tile_search.json.xz")
+    assert again.product == PRODUCT
+    assert again.seconds == pytest.approx(found[0].seconds)
+    assert list(again.again) == list(found[0].again)
+    assert [row[-1] for row in record["kernels"]] == [[40, 0, 1024, 0.001], "too big"]
+    assert lzma.decompress((tmp_path / "tile_search.json.xz").read_bytes()).startswith(b'{"seconds"')
+
+
+def test_time_that_is_over_ends_the_search() -> None:
+    assert list(tile_search.search([PRODUCT], Slow(), time.time() - 1)) == []
+    assert len(list(tile_search.search([PRODUCT], Slow(), time.time() + 99))) == 1
+
+
+def test_all_shapes_have_a_number_of_tokens_before_any_has_the_next() -> None:
+    work = tile_search.products()
+    assert len(work) == len(set(work))
+    tokens = [product.tokens for product in work]
+    assert len(list(dict.fromkeys(tokens))) == 1 + sum(a != b for a, b in itertools.pairwise(tokens))
+    for kind in ("linear", "fp8_linear"):
+        assert {(1, 6144, 4096), (2048, 6144, 4096)} <= {
+            (one.tokens, one.rows, one.columns) for one in work if one.kind == kind
+        }
+
+
+def test_held_out_shapes_are_many_and_none_is_trained_on() -> None:
+    held = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
+    assert len(held) >= 30
+    assert len(shapes(TRAINING)) >= 40
+    assert {(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)} <= {*shapes(TRAINING)}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_candidates_are_tiles_that_triton_takes(fp8: bool) -> None:
+    for rows, columns in ((128, 2048), (1024, 1024), (6144, 4096), (128256, 4096), (100, 192)):
+        for tokens in (1, 33, 64, 200, 4096):
+            tiles = list(linear_candidates(tokens, rows, columns, fp8))
+            assert len(tiles) == len(set(tiles)) > 0
+            for tile in tiles:
+                assert (tile.rows + tile.tokens) * tile.columns * (1 if fp8 else 2) * tile.stages <= SHARED_BYTES
+                assert tile.columns == 128 or not fp8
+                steps = -(-columns // tile.columns)
+                assert -(-steps // tile.parts) * (tile.parts - 1) < steps  # every part has columns
+
+
+def test_dry(capsys: pytest.CaptureFixture[str]) -> None:
+    tile_search.main(["--dry"])
+    counted, estimated = capsys.readouterr().out.splitlines()
+    assert counted.startswith(f"{len(tile_search.products())} products, ")
+    assert float(estimated.split()[2]) < 420
