@@ -189,17 +189,17 @@ class CompletionState:
         Args:
             is_stop: it is a token that ends the request.
         """
-        token, params = result.token_ids[row][index], self.request.sampling
+        token, asked = result.token_ids[row][index], self.request.sampling.logprobs
         self.token_ids.append(token)
         self.logprobs.append(result.logprobs[row][index])
-        if params.logprobs is not None:
-            top = result.top_logprobs[row][index][: params.logprobs] if result.top_logprobs else ()
+        if asked is not None:
+            top = result.top_logprobs[row][index][:asked] if result.top_logprobs else ()
             self.top_logprobs.append(dict(top))
-        if params.logprobs:
-            self.ranks.append(result.ranks[row][index])
+            if asked:
+                self.ranks.append(result.ranks[row][index])
         if self.times.first_token is None:
             self.times.first_token = time.monotonic()
-        return self.append_text(token, is_stop=is_stop)
+        return (is_stop or self.tokenizer is not None) and self.append_text(token, is_stop=is_stop)
 
     def append_text(self, token: int, *, is_stop: bool = False) -> bool:
         """Append the text of the last token; returns whether a stop text ends the request with it.

@@ -324,8 +324,8 @@ class Engine:
             self._host, got = observe(self._host, work.job, result.token_ids, result.faults)
             self._counts.read(result)
             for row, req, count in got:
-                output, before = self._append(req, result, row, count), outputs.get(req.request.id)
-                outputs[req.request.id] = output if before is None else joined(before, output)
+                output, name = self._append(req, result, row, count), req.request.id
+                outputs[name] = joined(outputs[name], output) if name in outputs else output
         return list(outputs.values())
 
     def _append(self, req: RequestState, result: StepResult, row: int, count: int) -> RequestOutput:

@@ -4,7 +4,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 import torch
@@ -12,15 +12,16 @@ import torch
 from weft.batch import Batch
 from weft.errors import EngineError
 from weft.transforms.engine.results import FinishedWork
-from weft.transforms.engine.step import DeviceWork, Work, apply_edits
+from weft.transforms.engine.step import DeviceWork, Edits, Work, apply_edits
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.memory import MemoryEstimate
 from weft.transforms.pipelines.pipeline import Pipelined
 from weft.transforms.pipelines.schedule import Job
-from weft.transforms.pipelines.session import Session
+from weft.transforms.pipelines.session import Session, Submission
+
+T = TypeVar("T")
 
 _MAX_CACHED_BATCHES = 16
-
 
 Example = tuple[Graphified[..., Any], tuple[Any, ...]]
 """A graphified function, and arguments to capture it with."""
@@ -57,27 +58,31 @@ class Executor(Protocol):
 
 
 @attrs.frozen
-class BatchCache:
-    """Puts batches on the device, and reuses the batch of an earlier decode of the same rows.
+class BatchCache(Generic[T]):
+    """Puts batches on the device, and reuses what was made of an earlier decode of the same rows.
 
     Args:
         device: the device.
+        make: what is made of a batch on the device.
         first: whether the first stage runs here.
     """
 
     device: torch.device | str
+    make: Callable[[DeviceWork], T]
     first: bool = True
-    _decodes: dict[tuple[tuple[int, ...], int, int], Batch] = attrs.field(factory=dict, init=False)
+    _decodes: dict[tuple[tuple[int, ...], int, int], tuple[Batch, T]] = attrs.field(factory=dict, init=False)
 
-    def __call__(self, work: Work) -> DeviceWork:
+    def __call__(self, work: Work) -> T:
         if work.token_ids or work.masks:
-            return work.place(self.device, self.first)
+            return self.make(work.place(self.device, self.first))
         key = work.rows, work.query_len, work.num_active_loras
-        if (batch := self._decodes.get(key)) is None:
+        if (found := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_CACHED_BATCHES:
                 del self._decodes[next(iter(self._decodes))]
-            batch = self._decodes[key] = work.place(self.device).batch
-        return DeviceWork(batch, work.edits)
+            batch = work.place(self.device).batch
+            found = self._decodes[key] = batch, self.make(DeviceWork(batch, Edits()))
+        batch, made = found
+        return self.make(DeviceWork(batch, work.edits)) if work.edits else made
 
 
 @torch.no_grad()
@@ -116,7 +121,7 @@ class StepExecutor:
         self.params = params
         self.state = state
         self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
-        self._batches = BatchCache(device)
+        self._batches = BatchCache(device, lambda work: work.batch)
 
     @property
     def num_running(self) -> int:
@@ -127,7 +132,7 @@ class StepExecutor:
         for work in works:
             state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
             with torch.no_grad():  # functions of the user's own in a stage may read tensors that require grad
-                self.state, out = self.step(self.params, state, self._batches(work).batch)
+                self.state, out = self.step(self.params, state, self._batches(work))
             finished.append((work, out))
         return finished
 
@@ -168,7 +173,7 @@ class PipelineExecutor:
         self.state = state
         self.graphs = tuple(graph for graph, _ in graphs)
         self._inputs = tuple(x for _, x in graphs)
-        self._batches = BatchCache(device, pipelined.runs_first)
+        self._batches = BatchCache(device, Submission.of, pipelined.runs_first)
         self._session: Session | None = None
         self._first_job = 0
         self._running: deque[Work] = deque()

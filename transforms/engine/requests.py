@@ -142,7 +142,8 @@ class RequestState:
     @property
     def length(self) -> int:
         """Upper bound of its tokens once the launched steps are done."""
-        return min(len(self.tokens) + self.max_unread, self.max_len)
+        length = len(self.tokens) + self.max_unread
+        return length if length < self.max_len else self.max_len  # `min` would take twice as long
 
     @property
     def num_computed(self) -> int:
@@ -164,10 +165,6 @@ class RequestState:
     def max_useful(self) -> int:
         """The most tokens that its next step could sample."""
         return self.num_left if self.can_draft else 1
-
-    def max_sampled(self, query_len: int) -> int:
-        """The most tokens that a step over `query_len` tokens, drafts included, samples for it."""
-        return query_len if self.can_draft else 1
 
     def hash_pages(self, page_size: int) -> None:
         """Hash the pages that known tokens fill."""

@@ -129,11 +129,11 @@ def _to_host(x: Tensor) -> Tensor:
 
 def _step_result(copied: dict[str, Tensor]) -> StepResult:
     with_drafts = "num_tokens" in copied
-    counts = copied["num_tokens"].tolist() if with_drafts else [1] * len(copied["token_ids"])
+    counts = copied["num_tokens"].tolist() if with_drafts else []
 
     def by_row(name: str) -> list[Any]:
-        rows = copied[name] if with_drafts else copied[name][:, None]
-        return [own[:count] for own, count in zip(rows.tolist(), counts, strict=True)]
+        rows = copied[name].tolist()
+        return [own[:count] for own, count in zip(rows, counts, strict=True)] if with_drafts else [[x] for x in rows]
 
     top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
     pairs = zip(by_row("top_ids"), by_row("top_logprobs"), strict=True) if top else ()
@@ -167,5 +167,5 @@ def is_fault(logprob: float) -> bool:
 
 def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
     """The rows with a fault, and the index of the first one in each."""
-    faulty = (row for row, own in enumerate(logprobs) if any(map(is_fault, own)))
-    return {row: next(i for i, x in enumerate(logprobs[row]) if is_fault(x)) for row in faulty}
+    found = [(row, i) for row, own in enumerate(logprobs) for i, x in enumerate(own) if is_fault(x)]
+    return dict(reversed(found))

@@ -131,10 +131,11 @@ def observe(
 
 def _append_tokens(host: HostState, req: RequestState, token_ids: Sequence[int]) -> int:
     """Append tokens up to one that ends the request; returns how many."""
+    tokens, stop_token_ids = req.tokens, req.request.sampling.stop_token_ids
     for count, token in enumerate(token_ids, 1):
-        req.tokens.append(token)
-        stops = token in req.request.sampling.stop_token_ids
-        if stops or len(req.tokens) == req.max_len:
+        tokens.append(token)
+        stops = token in stop_token_ids
+        if stops or len(tokens) == req.max_len:
             publish_pages(host, req)
             end(host, req, "stop" if stops else "length")
             return count
@@ -218,9 +219,10 @@ def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestSta
 def _pages_needed(host: HostState, req: RequestState, query_len: int) -> int:
     """Pages that a request lacks for a step of `query_len` tokens, however many drafts of the launched steps are
     accepted. Its very last token is never read, and needs no slot."""
-    reach, page_size = min(req.num_computed + query_len, req.max_len - 1), host.pages.page_size
-    has = len(req.pages)
-    return host.pages.pages_for(reach) - has if reach > has * page_size else 0
+    reach, has = req.num_computed + query_len, len(req.pages)
+    if reach <= has * host.pages.page_size:
+        return 0
+    return max(host.pages.pages_for(min(reach, req.max_len - 1)) - has, 0)
 
 
 def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
@@ -337,28 +339,33 @@ def _make_work(
     """A step over these requests, each with its number of prompt tokens, or 0: its last token, and drafts."""
     job, uniform = host.num_jobs, not any(count for _, count in scheduled)
     host.num_jobs += 1
-    starts = tuple([req.num_computed for req, _ in scheduled])
-    ends = [start + (count or 1) for start, (_, count) in zip(starts, scheduled, strict=True)]
+    requests = [req for req, _ in scheduled]
+    if uniform:  # each goes on from its last token, and samples
+        starts, samples = tuple([req.length - 1 for req in requests]), (True,) * len(requests)
+    else:
+        starts = tuple([req.num_computed for req in requests])
+        ends = [start + (count or 1) for start, (_, count) in zip(starts, scheduled, strict=True)]
+        samples = tuple([end == req.length for end, req in zip(ends, requests, strict=True)])
     work = Work(
         job,
         edits,
-        tuple([req.request.id for req, _ in scheduled]),
-        tuple([req.row for req, _ in scheduled]),
+        tuple([req.request.id for req in requests]),
+        tuple([req.row for req in requests]),
         () if uniform else tuple([_next_tokens(req, count) for req, count in scheduled]),
-        tuple([end == req.length for end, (req, _) in zip(ends, scheduled, strict=True)]),
-        max([req.last_job for req, _ in scheduled if req.last_job is not None], default=None),
+        samples,
+        max([req.last_job for req in requests if req.last_job is not None], default=None),
         _targets(scheduled),
         starts,
-        count_adapters([req.request.adapter for req, _ in scheduled]),
+        count_adapters([req.request.adapter for req in requests]),
         query_len,
         () if uniform else _contents(scheduled),
-        captures=scheduled[0][0].request.is_captured,  # as of all requests of a model
+        captures=requests[0].request.is_captured,  # as of all requests of a model
     )
     unread, feeds = [], work.feeds
-    for index, ((req, count), sampled) in enumerate(zip(scheduled, work.samples, strict=True)):
+    for index, ((req, count), sampled) in enumerate(zip(scheduled, samples, strict=True)):
         req.num_prefilled += count
         if sampled:
-            most = req.max_sampled(query_len)
+            most = query_len if req.can_draft else 1
             unread.append((index, req, most))
             req.on_device = True
             req.num_unread += 1

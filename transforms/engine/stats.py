@@ -93,8 +93,9 @@ class Counts:
 
     def read(self, result: StepResult) -> None:
         """Count a step's result."""
-        self.drafted += result.num_drafts
-        self.accepted += sum(len(ids) - 1 for ids in result.token_ids if ids)
+        if result.num_drafts:
+            self.drafted += result.num_drafts
+            self.accepted += sum(len(ids) - 1 for ids in result.token_ids if ids)
 
     def _dispatch(self, own: BatchDescriptor) -> tuple[str, int]:
         decision = dispatch(own, self.ladder)

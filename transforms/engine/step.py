@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.batch import EMBEDDED, IN_ORDER, LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
-from weft.donation import donates
+from weft.donation import declare_donated, donates
 from weft.outputs import Output, PerToken
 from weft.sampling import SamplingParams
 from weft.stages.functions import StageFunctions
@@ -19,6 +19,7 @@ from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
 from weft.transforms.engine.prompts import PromptContent, RequestExtras
 from weft.transforms.engine.requests import Budget
+from weft.transforms.graphs.calls.borrowing import declare_owning, owns_results
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder, with_whole
 from weft.transforms.pipelines.pipeline import Stage, compose
@@ -189,10 +190,17 @@ class Work:
         return attrs.evolve(batch, token_mask=to_device(stack_masks(self.masks), device)) if self.masks else batch
 
     def __str__(self) -> str:
-        counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids] or ["last"] * len(self.rows)
+        if not self.token_ids:
+            return f"job {self.job}: {_decode_text(self.rows)}"
+        counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids]
         more = ["" if sampled else " and more" for sampled in self.samples]
         parts = (f"row {row}: {count}{rest}" for row, count, rest in zip(self.rows, counts, more, strict=True))
         return f"job {self.job}: " + ", ".join(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _decode_text(rows: tuple[int, ...]) -> str:
+    return ", ".join(f"row {row}: last" for row in rows)
 
 
 @pytree
@@ -290,13 +298,12 @@ def with_edits(stage: Stage) -> Stage:
     """Turn a stage over batches into a stage over `DeviceWork`, which edits the tables first, and records nothing for
     autograd. The edits are outside of the stage's graph."""
 
-    @donates("state")
     @functools.wraps(stage)
     def run(params: Any, state: Any, work: DeviceWork, x: Any) -> tuple[Any, Any]:
         with torch.no_grad():
-            return stage(params, apply_edits(state, work.edits), work.batch, x)
+            return stage(params, apply_edits(state, work.edits) if work.edits else state, work.batch, x)
 
-    return run
+    return declare_owning(declare_donated(run, ("state",)), owns_results(stage))
 
 
 def with_advance(stage: Stage) -> Stage:

@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import attrs
 import torch
@@ -79,6 +79,11 @@ class Graphified(Generic[P, R]):
         self._lock = threading.RLock()
         self._cache = Cache(graphable)
         _ALL.add(self)
+
+    @property
+    def __weft_owns_results__(self) -> Self:
+        """A result is a copy, unless the function lends it."""
+        return self
 
     @property
     def ladder(self) -> Ladder[Any] | None:

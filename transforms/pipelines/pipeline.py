@@ -19,8 +19,7 @@ from weft.errors import ProgramError
 from weft.ops.transfers.collective import Place, placed
 from weft.schema import Schema
 from weft.torchapi.private import in_dispatch_mode
-from weft.transforms.graphs.calls.borrowing import declare_lending, lends
-from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.calls.borrowing import declare_lending, lends, owns_results
 from weft.transforms.pipelines.argument_checks import (
     check_count,
     check_entries,
@@ -261,7 +260,7 @@ class Pipelined:
         for (index, rank), own_params, own_state in zip(self._here, params, state, strict=True):
             stage, is_last = self.stages[index], index == len(self.stages) - 1
             # A graphified stage returns a copy of its own, unless it only becomes part of a graph around it.
-            shares = bool(self.__weft_donates__) and (traced or not isinstance(stage, Graphified))
+            shares = bool(self.__weft_donates__) and (traced or not owns_results(stage))
             copies = lends(stage) and is_last, shares, lends_state(stage) and not traced
             by_rank[rank].append(StageRun(index, stage, own_params, own_state, *copies))
         return [Worker(rank, stages, self._advance, mesh=self.mesh) for rank, stages in by_rank.items()]

@@ -20,12 +20,17 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @attrs.frozen(eq=False)
-class _Submitted:
-    """A batch, the part of it that stages after the first one get, and the text that all ranks must agree on."""
+class Submission:
+    """A batch, the part of it that stages after the first one get, and the text that all ranks must agree on. A caller
+    who submits one immutable batch again and again makes them once."""
 
     batch: Any
     later: Any
     text: str
+
+    @classmethod
+    def of(cls, batch: Any) -> "Submission":
+        return cls(batch, after_first(batch), class_text(batch))
 
 
 class Session:
@@ -57,7 +62,7 @@ class Session:
         self._count_running = count
         self._mail = transport.mail(num_ranks)
         self._jobs: list[Job] = []  # from job `_first` on, the first one whose output some rank has yet to receive
-        self._batches: list[_Submitted] = []
+        self._batches: list[Submission] = []
         self._first = 0
         self._done = (0,) * num_ranks  # for each rank the effects performed, of the programs of `_jobs`
         self._ended = ""
@@ -71,7 +76,7 @@ class Session:
         """Run batches after all that were submitted before.
 
         Args:
-            batches: in order.
+            batches: in order, each a batch or a `Submission` of one.
             jobs: one per batch; `after` counts from the first job of the session.
 
         Returns:
@@ -83,7 +88,7 @@ class Session:
                 then nothing ran. Or the session was closed, or failed before, and its state is lost.
         """
         self._check(batches, jobs)
-        self._batches += [_Submitted(batch, after_first(batch), class_text(batch)) for batch in batches]
+        self._batches += [one if isinstance(one, Submission) else Submission.of(one) for one in batches]
         self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
         return self._advance_to(*self._count())
 

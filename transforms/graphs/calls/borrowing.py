@@ -17,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _LOAN = "_weft_loan"
+_OWNS = "__weft_owns_results__"
 _LENDING: ContextVar[bool] = ContextVar("weft.lending", default=False)
 _METADATA = {
     *("size", "stride", "dim", "numel", "data_ptr", "storage_offset", "is_contiguous", "untyped_storage"),
@@ -98,6 +99,19 @@ def lends(fn: Callable[..., Any]) -> bool:
 def declare_lending(fn: F, lends: bool) -> F:
     """Mark `fn` as lending its results, or as not lending them, and return it."""
     vars(fn)["__weft_lends__"] = lends
+    return fn
+
+
+def owns_results(fn: Callable[..., Any]) -> bool:
+    """Whether each result of `fn` is in memory of its own, which neither a later call nor the state that it returns
+    shares: it is graphified, or was marked. The mark names its function, so that a copy of it on a wrapper says
+    nothing."""
+    return getattr(fn, _OWNS, None) is fn
+
+
+def declare_owning(fn: F, owns: bool) -> F:
+    """Mark `fn` as making results of its own, or as not doing so, and return it."""
+    vars(fn)[_OWNS] = fn if owns else None
     return fn
 
 

@@ -92,7 +92,8 @@ class Monitor:
 
     def move_to(self, index: int, instruction: object) -> None:
         """Write what this rank is about to do."""
-        self._move(attrs.evolve(self.here, index=index, instruction=str(instruction)))
+        here = self.here
+        self._move(Position(here.step, here.digest, index, str(instruction), here.meetings))
 
     def _move(self, here: Position) -> None:
         self.here = here
@@ -222,7 +223,8 @@ class Monitor:
 
     def raise_failure(self) -> None:
         """Raise RankError if some rank wrote that it failed."""
-        self._raise(self.records.failure(), self.here.instruction)
+        if self.records.may_have_failure():
+            self._raise(self.records.failure(), self.here.instruction)
 
     def _raise(self, failure: Failure | None, waiting: str) -> None:
         if failure is not None:

@@ -1,7 +1,7 @@
-"""Places: where each rank of a machine is, in memory that its ranks share.
+"""Places: where each rank of a machine is, and whether it wrote a failure, in memory that its ranks share.
 
-A rank writes its place before each effect, which by the store would take longer than many effects do. Another rank can
-still read it after the process was killed.
+A rank writes its place before each effect, and looks for failures before it reads each result: by the store, either
+would take longer than many effects do. Another rank can still read a place after the process was killed.
 """
 
 import mmap
@@ -13,7 +13,9 @@ from pathlib import Path
 
 _SLOT = 2**15
 _HEAD = struct.Struct("<Q")
-_SIZE = _HEAD.size + 2 * _SLOT
+_FAILED = _HEAD.size + 2 * _SLOT
+"""The place of the byte that says whether the rank wrote a failure."""
+_SIZE = _FAILED + 1
 
 
 class Places:
@@ -61,6 +63,14 @@ class Places:
         start = _HEAD.size + self._count % 2 * _SLOT
         own[start : start + _HEAD.size + len(text)] = _HEAD.pack(len(text)) + text
         own[: _HEAD.size] = _HEAD.pack(self._count)
+
+    def mark_failure(self) -> None:
+        """Say that this rank has written a failure into the store."""
+        self._maps[self._rank][_FAILED] = 1
+
+    def may_have_failure(self) -> bool:
+        """Whether some rank said so; also where one has no file that this one could open."""
+        return any((found := self._find(rank)) is None or found[_FAILED] for rank in range(len(self._files)))
 
     def read(self, rank: int) -> bytes | None:
         """The text that a rank last wrote; None if it wrote none here."""

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _LONGEST = 4096
 """Characters of an instruction."""
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 START = "its start"
 """The instruction of a rank before its first step."""
 
@@ -92,11 +93,11 @@ class Records:
 
     def write_position(self, position: Position) -> None:
         """Write where this rank is."""
-        fields = attrs.astuple(attrs.evolve(position, instruction=position.instruction[:_LONGEST]))
+        here = position.step, position.digest, position.index, position.instruction[:_LONGEST], position.meetings
         if self.places is None:
-            self.write(f"at/{self.rank}", fields)
+            self.write(f"at/{self.rank}", here)
         else:
-            self.places.write(json.dumps(fields, ensure_ascii=False).encode())
+            self.places.write(_encode(here).encode())
 
     def position(self, rank: int) -> Position:
         """The place that a rank last wrote."""
@@ -126,7 +127,14 @@ class Records:
         """Write a failure, unless there is one; returns the failure that was written first, which all believe."""
         name = self._name("failure")
         sealed = self.secret.seal(name, json.dumps([failure.rank, failure.instruction, failure.cause]))
-        return Failure(*self._open(name, self._ask(lambda: self.store.compare_set("failure", "", sealed))))
+        written = Failure(*self._open(name, self._ask(lambda: self.store.compare_set("failure", "", sealed))))
+        if self.places is not None:
+            self.places.mark_failure()
+        return written
+
+    def may_have_failure(self) -> bool:
+        """Whether `failure` must be asked; it takes a way to the store and back."""
+        return self.places is None or self.places.may_have_failure()
 
     def failure(self) -> Failure | None:
         """The failure that was written."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from weft.transforms.pipelines.transports import monitor as monitor_module
 from weft.transforms.pipelines.transports.failures import Clock, Failure
 from weft.transforms.pipelines.transports.monitor import BEGIN, Monitor
 from weft.transforms.pipelines.transports.network import Secret
+from weft.transforms.pipelines.transports.places import Places
 from weft.transforms.pipelines.transports.records import Exit, Liveness, Position, Records, write_exit
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.transforms.pipelines.transports.watchdog import Watchdog
@@ -92,6 +94,28 @@ def test_the_first_failure_is_believed() -> None:
         one.raise_failure()
     with pytest.raises(RankError, match="rank 0: 'the next step'"):
         one.begin(make_programs_of(2))
+
+
+class Unasked(dist.HashStore):  # type: ignore[misc]
+    """A store that counts how often it is asked."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return bool(super().check(keys))
+
+
+def test_the_store_is_not_asked_for_failures_until_there_is_one(tmp_path: Path) -> None:
+    store, names = Unasked(), [tmp_path / "0", tmp_path / "1"]
+    records = [Records(store, rank, store, SECRET, places=Places(names, rank)) for rank in range(2)]
+    one, two = (Monitor(own, 2, 1.0) for own in records)
+    one.raise_failure()
+    two.raise_failure()
+    assert store.asked == 0
+    two.fail(ValueError("no"))
+    with pytest.raises(RankError, match=r"rank 1 failed .* ValueError: no"):
+        one.raise_failure()
 
 
 def test_a_failure_is_written_with_its_place_and_one_that_was_heard_as_it_was() -> None:

@@ -52,6 +52,23 @@ def test_a_file_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1"]
 
 
+def test_a_failure_is_looked_for_only_where_one_may_be(tmp_path: Path) -> None:
+    own = Places(files(tmp_path), 0)
+    assert own.may_have_failure()  # of the other, nothing is known
+    other = Places(files(tmp_path), 1)
+    own.meet()
+    other.meet()
+    own.unlink()
+    other.unlink()
+    own.write(b"x" * (2**15 - 8))
+    own.write(b"x" * (2**15 - 8))
+    assert not own.may_have_failure()
+    assert not other.may_have_failure()
+    other.mark_failure()
+    assert own.may_have_failure()
+    assert other.may_have_failure()
+
+
 def write_for_ever(folder: Path) -> None:
     own, count = Places(files(folder), 0), 0
     while True:
