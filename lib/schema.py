@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError
-from weft.trees import leaf_axes, leaves_with_names
+from weft.trees import TreeSpec, leaf_axes, leaves_with_names, tree_flatten
 
 _DTYPES: dict[str, torch.dtype] = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 _DIM = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
@@ -69,6 +69,17 @@ class Schema:
     @classmethod
     def of(cls, value: Any) -> "Schema":
         """The schema of a value. A dimension that follows the descriptor gets its name."""
+        leaves, structure = tree_flatten(value)
+        kinds = [(*x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
+        if any(isinstance(size, torch.SymInt) for kind in kinds if kind is not None for size in kind):
+            return cls._of(value)
+        for schema, seen, known in _recent:
+            if kinds == known and structure == seen:
+                return schema
+        return _remember(cls._of(value), structure, kinds)
+
+    @classmethod
+    def _of(cls, value: Any) -> "Schema":
         found = []
         for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
             if isinstance(leaf, Tensor):
@@ -76,3 +87,15 @@ class Schema:
                 dims = [names[i] if i < len(names) and names[i] else size for i, size in enumerate(leaf.shape)]
                 found.append(TensorSchema(name.removeprefix("."), tuple(d for d in dims if d is not None), leaf.dtype))
         return cls(tuple(found))
+
+
+_recent: tuple[tuple[Schema, TreeSpec, list[Any]], ...] = ()
+"""Schemas of recent values, with their structure and the shape and dtype of each leaf: a rank asks for the schema of
+each message, and few kinds of messages are under way at once."""
+_MOST_RECENT = 8
+
+
+def _remember(schema: Schema, structure: TreeSpec, kinds: list[Any]) -> Schema:
+    global _recent
+    _recent = ((schema, structure, kinds), *_recent[: _MOST_RECENT - 1])
+    return schema

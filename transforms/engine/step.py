@@ -324,10 +324,12 @@ def is_advanced(state: State, _: DeviceWork, __: Output | None) -> State:
     return state
 
 
-@donates("state")
 def advance_work(state: State, work: DeviceWork, out: Output | None) -> State:
     """`weft.state.advance` over `DeviceWork`."""
     return advance(state, work.batch, out)
+
+
+declare_donated(advance_work, ("state",))
 
 
 @donates("state")

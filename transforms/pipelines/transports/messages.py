@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -58,8 +58,8 @@ class MessageLayout:
     schema: Schema
 
     @classmethod
-    def of(cls, value: Any) -> "MessageLayout":
-        leaves, structure = tree_flatten(value)
+    def of(cls, value: Any, leaves: Sequence[Any], structure: TreeSpec) -> "MessageLayout":
+        """The layout of a value with these leaves."""
         spec = (TensorSpec(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Constant(x) for x in leaves)
         return cls(structure, tuple(spec), Schema.of(value))
 
@@ -158,6 +158,7 @@ class ProcessLink:
         self.checked: CheckedPrograms | None = None
         self._on_device = isinstance(end, DeviceEnd)
         self._number = transfer.register(end)
+        self._keys: dict[Any, str] = {}  # by what they are made of
         self._layouts_by_key: dict[str, MessageLayout] = {}  # of the messages that this rank sends
         self._layouts_sent: dict[int, dict[str, None]] = {}  # by peer: those that it knows
         self._layouts_received: dict[int, dict[str, MessageLayout]] = {}
@@ -179,12 +180,13 @@ class ProcessLink:
         edges = puts(Step(self.monitor.rank, effect), self.monitor.num_ranks)
         if not edges:  # the output of a pipeline of one stage, which no other rank gets
             return
-        tensors = [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+        every, structure = tree_flatten(value)
+        tensors = [x for x in every if isinstance(x, Tensor)]
         for tensor in tensors:
             self._refuse_odd(effect, tensor)
         leaves = [dense(x) for x in tensors if x.numel()]
         key = self._key(effect, self.monitor.rank)
-        layout = self._layout(effect, key, MessageLayout.of(value))
+        layout = self._layout(effect, key, MessageLayout.of(value, every, structure))
         for edge in edges:
             header = self.agreement.header(edge.to, self._first + effect.microbatch, isinstance(effect, Broadcast))
             if key not in (sent := self._layouts_sent.setdefault(edge.to, {})):
@@ -330,11 +332,14 @@ class ProcessLink:
         pipeline."""
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
-        described, sources = classes[effect.microbatch] if classes else "", self.checked.read_sources()
-        made = stage_sent(Step(self.monitor.rank, effect))
-        stage = "" if made in (None, source) else f" stage {made}"
-        text = f"{isinstance(effect, Broadcast)} {described} {sources}{stage}"
-        return f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        described, made = classes[effect.microbatch] if classes else "", stage_sent(Step(self.monitor.rank, effect))
+        of = self.checked.read_sources, isinstance(effect, Broadcast), described, source, made
+        if (known := self._keys.get(of)) is None:
+            stage = "" if made in (None, source) else f" stage {made}"
+            text = f"{isinstance(effect, Broadcast)} {described} {self.checked.read_sources()}{stage}"
+            known = f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+            _keep(self._keys, of, known)
+        return known
 
     def _layout(self, effect: Send | Broadcast, key: str, layout: MessageLayout) -> MessageLayout:
         """The layout of this message, which must be the one that was sent before for the same class."""
@@ -352,7 +357,7 @@ class ProcessLink:
         return layout
 
 
-def _keep(known: dict[str, Any], key: str, value: Any) -> None:
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
     """Keep a value, and drop the oldest if there are too many. Both ends of an edge keep the same ones, in the same
     order."""
     known[key] = value
