@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from weft.ops.tiles import Tile, cdiv, power_of_two
+from weft.ops.tiles import SCAN_PAIRS, Tile, cdiv, power_of_two
 
 SHARED_BYTES = 227 * 2**10
 """The shared memory of sm_90 that the tiles in flight of one program may take."""
@@ -47,9 +47,13 @@ def linear_candidates(tokens: int, rows: int, columns: int, fp8: bool) -> Iterat
             if fp8 and (height > 128 or width * height > 128 * 128):
                 continue
             for across, stages in [(128, s) for s in _FP8_STAGES[height]] if fp8 else _DEPTHS[height]:
-                if (width + height) * across * (1 if fp8 else 2) * stages <= SHARED_BYTES:
+                if _fits(width, height, across, stages, fp8):
                     for parts in _parts(cdiv(rows, width) * cdiv(tokens, height), columns, across):
                         yield Tile(width, height, across, warps, stages, parts)
+
+
+def _fits(rows: int, tokens: int, columns: int, stages: int, fp8: bool) -> bool:
+    return (rows + tokens) * columns * (1 if fp8 else 2) * stages <= SHARED_BYTES
 
 
 def _is_worth(height: int, tokens: int, rows: int) -> bool:
@@ -66,3 +70,25 @@ def _parts(programs: int, columns: int, across: int) -> list[int]:
     possible = {cdiv(steps, cdiv(steps, n)) for n in _PARTS if n == 1 or n * _PART_COLUMNS <= columns}
     least = min(_FEW_PROGRAMS, programs * max(possible))
     return sorted(n for n in possible if programs * n >= least and (n == 1 or programs * n <= _MANY_PROGRAMS))
+
+
+_EXPERT_ROWS = {16: ((64, 4), (128, 4), (128, 8), (256, 8)), 64: ((128, 4), (128, 8), (256, 8))}
+_EXPERT_ROWS |= {32: _EXPERT_ROWS[16], 128: ((128, 4), (128, 8))}
+"""Rows and warps, by a tile's pairs."""
+
+
+def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> Iterator[Tile]:
+    """The tiles of a product with experts that are worth timing.
+
+    A tile has at most four times the pairs that an expert has on average, and at least a quarter of them: with more it
+    is mostly empty, and with fewer it reads the weights more than four times.
+    """
+    pairs = tokens * top_k
+    each = max(1, pairs // num_experts)
+    for sort in (False, True) if pairs <= 2 * SCAN_PAIRS else (True,):
+        for height in _EXPERT_ROWS if sort else (16,):
+            if (height == 16 and each <= 128) or each // 4 <= height <= 4 * each:
+                for rows, warps in _EXPERT_ROWS[height]:
+                    for across, stages in ((128, 3), (128, 4)) if fp8 else ((64, 4), (128, 3)):
+                        if _fits(rows, height, across, stages, fp8):
+                            yield Tile(rows, height, across, warps, stages, sort=sort)

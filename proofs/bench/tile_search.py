@@ -1,10 +1,11 @@
-"""All tiles of linear layers, timed on the shapes of published models: the data of the model in `weft.ops.tiles`.
+"""All tiles of products, timed on the shapes of published models: the data of the model in `weft.ops.tiles`.
 
-    python -m weft.proofs.bench.tile_search --out FOLDER [--limit SECONDS] [--dry]
+    python -m weft.proofs.bench.tile_search --out FOLDER [--experts] [--limit SECONDS] [--dry]
 
-It writes `tile_search.json.xz`: the seconds of a call for each shape, number of tokens and tile, and for torch's own
-products. Work is ordered so that the time limit cuts off what matters least: all shapes have their first number of
-tokens before any has its second. With `--dry` it prints the numbers of kernels and timings, and needs no GPU.
+It writes `tile_search.json.xz`, or `tile_search_experts.json.xz`: the seconds of a call for each shape, number of
+tokens and tile, and for torch's own products. Work is ordered so that the time limit cuts off what matters least: all
+shapes have their first number of tokens before any has its second. With `--dry` it prints the numbers of kernels and
+timings, and needs no GPU.
 """
 
 import argparse
@@ -20,18 +21,11 @@ import attrs
 
 from weft.ops.tile_candidates import linear_candidates
 from weft.ops.tiles import Tile
+from weft.proofs.bench import tile_experts
+from weft.proofs.bench.short_graphs import compile_all, device_facts
+from weft.proofs.bench.tile_experts import ExpertProduct
 from weft.proofs.bench.tile_shapes import COUNTS, HELD_COUNTS, HELD_OUT, TRAINING, shapes
-from weft.proofs.bench.tile_timing import (
-    LIBRARIES,
-    Choice,
-    Compiled,
-    GpuTimer,
-    Kind,
-    Product,
-    compile_kinds,
-    device_facts,
-    kind_of,
-)
+from weft.proofs.bench.tile_timing import LIBRARIES, Choice, Compiled, Kind, LinearTimer, Product, compile_kind, kind_of
 from weft.proofs.environment import environment
 
 _HOPELESS = 1.4
@@ -45,9 +39,9 @@ _ORDER = (1, 64, 2048, 6, 128, 96, 8, 512, 16, 256, 32, 700, 24, 4)
 
 
 class Timer(Protocol):
-    """What times a choice: `GpuTimer`, or a test's own."""
+    """What times a choice: `LinearTimer`, `ExpertTimer`, or a test's own."""
 
-    def start(self, product: Product, choice: Choice) -> Callable[[], float] | None:
+    def start(self, product: Any, choice: Any) -> Callable[[], float] | None:
         """A function that returns the seconds of a call each time it is called; None: the choice does not run."""
 
 
@@ -59,7 +53,7 @@ class Measured:
         again: the seconds of the best choices in a second graph.
     """
 
-    product: Product
+    product: Product | ExpertProduct
     seconds: dict[Choice, float]
     again: dict[Choice, float]
 
@@ -79,13 +73,15 @@ def products() -> list[Product]:
     return sorted(found, key=lambda product: _ORDER.index(product.tokens))
 
 
-def choices(product: Product) -> list[Choice]:
+def choices(product: Product | ExpertProduct) -> list[Choice]:
     """torch's own products, and the candidate tiles."""
+    if isinstance(product, ExpertProduct):
+        return [*tile_experts.choices(product)]
     tiles = linear_candidates(product.tokens, product.rows, product.columns, product.kind == "fp8_linear")
     return [*LIBRARIES[product.kind], *tiles]
 
 
-def measure(product: Product, timer: Timer) -> Measured:
+def measure(product: Product | ExpertProduct, timer: Timer) -> Measured:
     """Time every choice that runs; the best are timed again, in graphs of their own."""
     seconds = dict[Choice, float]()
     for choice in choices(product):
@@ -102,7 +98,7 @@ def measure(product: Product, timer: Timer) -> Measured:
     return Measured(product, seconds, again)
 
 
-def search(work: Iterable[Product], timer: Timer, until: float) -> Iterator[Measured]:
+def search(work: Iterable[Product | ExpertProduct], timer: Timer, until: float) -> Iterator[Measured]:
     """Time the products until the time is over."""
     for product in work:
         if time.time() >= until:
@@ -110,7 +106,7 @@ def search(work: Iterable[Product], timer: Timer, until: float) -> Iterator[Meas
         yield measure(product, timer)
 
 
-def as_json(found: Sequence[Measured], compiled: dict[Kind, Compiled | str], facts: dict[str, Any]) -> dict[str, Any]:
+def as_json(found: Sequence[Measured], facts: dict[str, Any]) -> dict[str, Any]:
     """The record: choices have numbers, and times are nanoseconds."""
     names = list(dict.fromkeys(choice for one in found for choice in one.seconds))
     number = {choice: i for i, choice in enumerate(names)}
@@ -120,19 +116,17 @@ def as_json(found: Sequence[Measured], compiled: dict[Kind, Compiled | str], fac
 
     return {
         **facts,
-        "choices": [attrs.astuple(choice)[:6] if isinstance(choice, Tile) else choice for choice in names],
+        "choices": [attrs.astuple(choice)[:7] if isinstance(choice, Tile) else choice for choice in names],
         "products": [[*attrs.astuple(one.product), rows(one.seconds), rows(one.again)] for one in found],
-        "kernels": [
-            [
-                attrs.astuple(kind.tile)[:5],
-                kind.fp8,
-                kind.split,
-                kind.grouped,
-                one if isinstance(one, str) else attrs.astuple(one),
-            ]
-            for kind, one in compiled.items()
-        ],
     }
+
+
+def kernels_as_json(compiled: dict[Kind, Compiled | str]) -> list[Any]:
+    """What was compiled: tile, whether in FP8, in parts and in groups, and its facts or its error."""
+    return [
+        [attrs.astuple(kind.tile)[:5], *attrs.astuple(kind)[1:], one if isinstance(one, str) else attrs.astuple(one)]
+        for kind, one in compiled.items()
+    ]
 
 
 def read(path: Path) -> tuple[list[Measured], dict[str, Any]]:
@@ -142,62 +136,109 @@ def read(path: Path) -> tuple[list[Measured], dict[str, Any]]:
     found = []
     for *fields, seconds, again in record["products"]:
         times = ({names[i]: nanoseconds / 1e9 for i, nanoseconds in some} for some in (seconds, again))
-        found.append(Measured(Product(*fields), *times))
+        found.append(Measured((Product if len(fields) == 4 else ExpertProduct)(*fields), *times))
     return found, record
 
 
-def write(folder: Path, record: dict[str, Any]) -> None:
-    """Write `tile_search.json.xz`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tile_search.json.xz").write_bytes(lzma.compress(json.dumps(record).encode()))
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write a record, compressed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(lzma.compress(json.dumps(record).encode()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compile, time, and write; or count."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--experts", action="store_true", help="products with experts, in place of linear layers")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds of wall time in all (420)")
     parser.add_argument("--dry", action="store_true", help="only count")
     given = parser.parse_args(argv)
-    start, work = time.time(), products()
+    counts = tuple(count for count in _ORDER if count in COUNTS)
+    work = tile_experts.products(counts) if given.experts else products()
     every = [(product, choice) for product in work for choice in choices(product)]
-    kinds = {kind_of(product, choice) for product, choice in every if isinstance(choice, Tile)}
+    kinds = dict.fromkeys(_kind_of(product, choice) for product, choice in every if isinstance(choice, Tile))
     print(f"{len(work)} products, {len(every)} timings, {len(kinds)} kernels", flush=True)
     if given.dry:
         print(f"an estimated {estimate(every, len(kinds)):.0f} s")
-        return
-    compiled = compile_kinds(kinds, 0.45 * given.limit)
+    elif given.experts:
+        run_experts(work, list(kinds), given.limit, given.out / "tile_search_experts.json.xz", counts)
+    else:
+        run_linear(work, list(kinds), given.limit, given.out / "tile_search.json.xz")
+
+
+def _kind_of(product: Product | ExpertProduct, tile: Tile) -> Kind | tile_experts.ExpertKind:
+    return tile_experts.kind_of(product, tile) if isinstance(product, ExpertProduct) else kind_of(product, tile)
+
+
+def run_linear(work: Sequence[Product | ExpertProduct], kinds: Sequence[Any], limit: float, path: Path) -> None:
+    """Compile, time and write linear layers."""
+    start = time.time()
+    slow_first = sorted(kinds, key=lambda kind: -kind.tile.rows * kind.tile.tokens * kind.tile.stages)
+    compiled = compile_all(slow_first, compile_kind, 0.45 * limit)
     print(f"{len(compiled)} compiled by {time.time() - start:.0f} s", flush=True)
     for kind, made in compiled.items():
         if isinstance(made, str) or not made.error < 0.02:
             print(kind, made)
-    facts: dict[str, Any] = {"compile_seconds": time.time() - start}
-    timer = GpuTimer(compiled)
-    facts |= {"environment": environment("cuda"), "device": dict(device_facts()), "errors": timer.errors}
-    found, tokens = list[Measured](), 0
+    timer, facts = LinearTimer(compiled), _facts() | {"kernels": kernels_as_json(compiled)}
+    facts |= {"compile_seconds": time.time() - start, "errors": timer.errors}
+    found = list[Measured]()
     try:
-        for one in search(work, timer, start + given.limit - 30):
-            if one.product.tokens != tokens:
-                tokens = one.product.tokens
-                print(f"{time.time() - start:.0f} s: {len(found)} products, next {tokens} tokens", flush=True)
-            found.append(one)
+        _search(work, timer, start, limit, found)
         facts["consumers"] = list(timer.consumers())
     finally:
         facts |= {"seconds": time.time() - start, "scaled_mm_error": timer.scaled_mm_error}
-        write(given.out, as_json(found, compiled, facts))
-    print(f"{len(found)} of {len(work)} products in {facts['seconds']:.0f} s; {timer.errors}")
+        write(path, as_json(found, facts))
+    print(f"{len(found)} of {len(work)} products in {time.time() - start:.0f} s; {timer.errors}")
 
 
-def estimate(every: Sequence[tuple[Product, Choice]], kernels: int) -> float:
+def run_experts(
+    work: Sequence[Product | ExpertProduct], kinds: Sequence[Any], limit: float, path: Path, counts: tuple[int, ...]
+) -> None:
+    """Compile, time and write products with experts."""
+    start = time.time()
+    compiled = compile_all(kinds, tile_experts.compile_kind, 0.5 * limit)
+    print(f"{len(compiled)} compiled by {time.time() - start:.0f} s", flush=True)
+    for kind, error in compiled.items():
+        if error:
+            print(kind, error)
+    timer, found = tile_experts.ExpertTimer(compiled), list[Measured]()
+    facts = _facts() | {"compile_seconds": time.time() - start, "aligning": list(timer.aligning(counts))}
+    try:
+        _search(work, timer, start, limit, found)
+    finally:
+        write(path, as_json(found, facts | {"seconds": time.time() - start}))
+    print(f"{len(found)} of {len(work)} products in {time.time() - start:.0f} s")
+
+
+def _facts() -> dict[str, Any]:
+    return {"environment": environment("cuda"), "device": dict(device_facts())}
+
+
+def _search(
+    work: Sequence[Product | ExpertProduct], timer: Timer, start: float, limit: float, found: list[Measured]
+) -> None:
+    """Add what is measured to `found`, and print how far it is."""
+    tokens = 0
+    for one in search(work, timer, start + limit - 30):
+        if one.product.tokens != tokens:
+            tokens = one.product.tokens
+            print(f"{time.time() - start:.0f} s: {len(found)} products, now {tokens} tokens", flush=True)
+        found.append(one)
+
+
+def estimate(every: Sequence[tuple[Product | ExpertProduct, Choice]], kernels: int) -> float:
     """The seconds that a search takes on an H100, from its bytes at 2 TB/s and its operations at 300 TFLOP/s: a replay
     for each, four more for every second one, and two milliseconds of the host; and a second of a core a kernel."""
     seconds = kernels / 10 + 30
     for product, _ in every:
-        size = product.rows * product.columns
-        itemsize = 1 if product.kind == "fp8_linear" else 2
-        launches = max(2, math.ceil(2**28 / size / itemsize))
-        each = max(size * itemsize / 2e12, 2 * size * product.tokens / 3e14)
-        seconds += 0.002 + 3 * launches * each
+        size, flops = product.rows * product.columns, 2 * product.rows * product.columns * product.tokens
+        is_fp8 = product.kind == "fp8_linear"
+        if isinstance(product, ExpertProduct):
+            size, flops = size * min(product.num_experts, product.tokens * product.top_k), flops * product.top_k
+            is_fp8 = product.fp8
+        bytes = size if is_fp8 else 2 * size
+        seconds += 0.002 + 3 * max(2, math.ceil(2**28 / bytes)) * max(bytes / 2e12, flops / 3e14)
     return seconds
 
 

@@ -1,9 +1,7 @@
-"""The device's time for products with any tile: kernels that several processes compile, timed in short graphs."""
+"""The device's time for linear layers with any tile, and for the kernels that add up their parts."""
 
 import contextlib
-import multiprocessing
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,16 +12,9 @@ from torch.nn import functional as F
 
 from weft.ops import fp8
 from weft.ops.tiles import Tile, cdiv
+from weft.proofs.bench.short_graphs import LEAST_BYTES, Graphs, drawn
 
-PROCESSES = 15
-_LEAST_BYTES = 2**28
-"""Bytes of weights that a graph reads, so that none is found in a cache of 50 MB."""
 _MOST_LAUNCHES = 256
-_MOST_SECONDS = 0.01
-"""The time after which a graph is not replayed again."""
-_REPLAYS = 5
-_ARENA = 2**31
-"""Elements from which all weights of a dtype are cut."""
 
 LIBRARIES = {"linear": ("torch", "cublaslt"), "fp8_linear": ("scaled_mm",)}
 """torch's own products, by kind."""
@@ -81,25 +72,6 @@ def kind_of(product: Product, tile: Tile) -> Kind:
     return Kind(attrs.evolve(tile, parts=1), product.kind == "fp8_linear", tile.parts > 1, grouped)
 
 
-def compile_kinds(kinds: Iterable[Kind], limit: float) -> dict[Kind, Compiled | str]:
-    """Compile kernels in several processes, for at most `limit` seconds, into Triton's cache on disk.
-
-    Returns:
-        What was compiled, or the error: a kernel may not fit.
-    """
-    until, found = time.time() + limit, dict[Kind, Compiled | str]()
-    slow_first = sorted(kinds, key=lambda kind: -kind.tile.rows * kind.tile.tokens * kind.tile.stages)
-    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        made = pool.imap_unordered(compile_kind, slow_first)
-        for _ in slow_first:
-            try:
-                kind, compiled = made.next(max(until - time.time(), 0.1))
-            except multiprocessing.TimeoutError:
-                break
-            found[kind] = compiled
-    return found
-
-
 def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
     """Run a kernel of this kind on a small product."""
     from weft.ops.linear_triton import _linear_kernel, run_tile
@@ -125,21 +97,17 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
     return kind, Compiled(*facts, float(difference / expected.abs().max()))
 
 
-class GpuTimer:
-    """Times products on the GPU. Weights take turns, cut from one large tensor of each dtype."""
+class LinearTimer:
+    """Times linear layers on the GPU. Weights take turns, cut from one large tensor of each dtype."""
 
     def __init__(self, compiled: dict[Kind, Compiled | str]) -> None:
-        torch.cuda.set_stream(torch.cuda.Stream())
-        self._compiled = compiled
-        self._pool = torch.cuda.graph_pool_handle()
-        self._arenas = {"linear": _drawn(torch.bfloat16), "fp8_linear": _drawn(torch.float8_e4m3fn)}
+        self._compiled, self._graphs = compiled, Graphs()
+        self._arenas = {"linear": drawn(torch.bfloat16), "fp8_linear": drawn(torch.float8_e4m3fn)}
         self._scales = torch.rand(2**22, device="cuda") / 1000
         self._given: tuple[Product, list[Any]] | None = None
         self.errors: dict[str, str] = {}
         self.scaled_mm_error = 0.0
         """The greatest error of torch's product in FP8, relative to the largest value of the result."""
-        self._kept = self._capture([lambda: torch.empty(2**20, device="cuda")])
-        """A graph that keeps the memory pool of all others."""
 
     def start(self, product: Product, choice: Choice) -> Callable[[], float] | None:
         """A function that returns the seconds a call takes, the median over some replays; the first time with fewer.
@@ -155,7 +123,7 @@ class GpuTimer:
             calls = [_call(choice, *given) for given in self._given[1]]
             with _library(choice):
                 out = calls[0]()
-                graph = self._capture(calls)
+                replay = self._graphs.capture(calls)
         except Exception as error:
             if isinstance(choice, Tile):
                 raise
@@ -166,7 +134,7 @@ class GpuTimer:
             wide = fp8.dequantize_weight(weight, scale).t()
             expected = fp8.dequantize(fp8.Quantized(values, scales)) @ wide
             self.scaled_mm_error = float((out.float() - expected).abs().max() / expected.abs().max())
-        return _Replays(graph, len(calls))
+        return replay
 
     def consumers(self) -> Iterator[tuple[str, int, int, int, float]]:
         """The kernels that add up a product's parts: the operator, tokens, rows, parts and seconds of a call, whose
@@ -179,13 +147,13 @@ class GpuTimer:
                 call()
         for name, tokens, rows, parts, call in given:
             call()
-            replay = _Replays(self._capture([call] * 64), 64)
+            replay = self._graphs.capture([call] * 64)
             replay()
             yield name, tokens, rows, parts, replay()
 
     def _make(self, product: Product) -> list[Any]:
         size, arena = product.rows * product.columns, self._arenas[product.kind]
-        count = max(2, min(cdiv(_LEAST_BYTES, size * arena.itemsize), _MOST_LAUNCHES))
+        count = max(2, min(cdiv(LEAST_BYTES, size * arena.itemsize), _MOST_LAUNCHES))
         x = torch.randn(product.tokens, product.columns, device="cuda", dtype=torch.bfloat16)
         there = len(arena) // size
         weights = [arena[i % there * size :][:size].view(product.rows, product.columns) for i in range(count)]
@@ -197,36 +165,6 @@ class GpuTimer:
         rest = len(self._scales) // each
         cut = [self._scales[i % rest * each :][: blocks[0] * blocks[1]].view(blocks) for i in range(count)]
         return [(values, scales, *pair) for pair in zip(weights, cut, strict=True)]
-
-    def _capture(self, calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            for call in calls:
-                call()
-        finally:
-            graph.capture_end()
-        return graph
-
-
-class _Replays:
-    """A graph, and its seconds per call: at first the least of two replays, then the median of five."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, calls: int) -> None:
-        self._graph, self._calls, self._is_first = graph, calls, True
-
-    def __call__(self) -> float:
-        seen, is_first = list[float](), self._is_first
-        replays, most = (2, _MOST_SECONDS / 5) if is_first else (_REPLAYS, _MOST_SECONDS)
-        self._is_first = False
-        while len(seen) < replays and sum(seen) < most:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            self._graph.replay()
-            end.record()
-            end.synchronize()
-            seen.append(begin.elapsed_time(end) / 1e3)
-        return (min(seen) if is_first else sorted(seen)[len(seen) // 2]) / self._calls
 
 
 @contextlib.contextmanager
@@ -272,36 +210,3 @@ def _consumer_calls() -> Iterator[tuple[str, int, int, int, Callable[[], Any]]]:
                 if rows <= 8192:
                     other = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
                     yield "add_rms_norm", tokens, rows, parts, partial(add_norm, x, other, other[0], 1e-6)
-
-
-def _drawn(dtype: torch.dtype) -> Tensor:
-    """Random elements, from which weights are cut."""
-    arena = torch.empty(_ARENA, dtype=dtype, device="cuda")
-    for some in arena.split(2**27):
-        some.copy_(torch.randn(len(some), device="cuda") * (16 if arena.itemsize == 1 else 1))
-    return arena
-
-
-def device_facts() -> Iterator[tuple[str, Any]]:
-    """What a model of the device's time may depend on: its multiprocessors, caches, bandwidth and peak."""
-    properties = torch.cuda.get_device_properties(0)
-    yield "processors", properties.multi_processor_count
-    yield "cache_bytes", properties.L2_cache_size
-    yield "memory_bytes", properties.total_memory
-    large = torch.zeros(2**30, device="cuda", dtype=torch.bfloat16)
-    yield "read_bytes_per_second", large.nbytes / _seconds(lambda: large.sum())
-    other = torch.empty_like(large)
-    yield "copy_bytes_per_second", 2 * large.nbytes / _seconds(lambda: other.copy_(large))
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    yield "bf16_flops_per_second", 2 * 8192**3 / _seconds(lambda: a @ a)
-
-
-def _seconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    call()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / repeats

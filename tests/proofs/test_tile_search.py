@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 
 from weft.ops.tile_candidates import SHARED_BYTES, linear_candidates
 from weft.ops.tiles import Tile
-from weft.proofs.bench import tile_search
-from weft.proofs.bench.tile_shapes import HELD_OUT, TRAINING, shapes
+from weft.proofs.bench import tile_experts, tile_search
+from weft.proofs.bench.tile_shapes import COUNTS, HELD_OUT, TRAINING, shapes
 from weft.proofs.bench.tile_timing import Choice, Compiled, Product, kind_of
 
 PRODUCT = Product("linear", 64, 4096, 4096)
@@ -50,19 +51,20 @@ def test_hopeless_choices_are_timed_once_and_the_best_again() -> None:
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found = [tile_search.measure(PRODUCT, Slow())]
+    found, path = [tile_search.measure(PRODUCT, Slow())], tmp_path / "out" / "tile_search.json.xz"
     tile = next(choice for choice in found[0].seconds if isinstance(choice, Tile))
     compiled = {
         kind_of(PRODUCT, tile): Compiled(40, 0, 1024, 0.001),
         kind_of(PRODUCT, Tile(64, 16, 64, 4, 9)): "too big",
     }
-    tile_search.write(tmp_path, tile_search.as_json(found, compiled, {"seconds": 1.0}))
-    (again,), record = tile_search.read(tmp_path / "tile_search.json.xz")
+    kernels = tile_search.kernels_as_json(compiled)
+    tile_search.write(path, tile_search.as_json(found, {"seconds": 1.0, "kernels": kernels}))
+    (again,), record = tile_search.read(path)
     assert again.product == PRODUCT
     assert again.seconds == pytest.approx(found[0].seconds)
     assert list(again.again) == list(found[0].again)
     assert [row[-1] for row in record["kernels"]] == [[40, 0, 1024, 0.001], "too big"]
-    assert lzma.decompress((tmp_path / "tile_search.json.xz").read_bytes()).startswith(b'{"seconds"')
+    assert lzma.decompress(path.read_bytes()).startswith(b'{"seconds"')
 
 
 def test_time_that_is_over_ends_the_search() -> None:
@@ -101,8 +103,21 @@ def test_candidates_are_tiles_that_triton_takes(fp8: bool) -> None:
                 assert -(-steps // tile.parts) * (tile.parts - 1) < steps  # every part has columns
 
 
-def test_dry(capsys: pytest.CaptureFixture[str]) -> None:
-    tile_search.main(["--dry"])
+@pytest.mark.parametrize("options", [[], ["--experts"]])
+def test_dry(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    tile_search.main(["--dry", *options])
     counted, estimated = capsys.readouterr().out.splitlines()
-    assert counted.startswith(f"{len(tile_search.products())} products, ")
+    assert int(counted.split()[0]) > 400
     assert float(estimated.split()[2]) < 420
+
+
+def test_candidates_of_experts_are_neither_empty_nor_too_small() -> None:
+    for product in tile_experts.products(COUNTS):
+        tiles, pairs = tile_experts.choices(product), product.tokens * product.top_k
+        assert len(tiles) == len(set(tiles)) >= 4
+        for tile in tiles:
+            assert tile.sort or pairs <= 128
+            assert tile.columns == 128 or not product.fp8
+            assert (tile.rows + tile.tokens) * tile.columns * (1 if product.fp8 else 2) * tile.stages <= SHARED_BYTES
+    found = tile_search.measure(product, Slow())
+    assert tile_search.as_json([found], {})["products"][0][:7] == [*attrs.astuple(product)]
