@@ -9,6 +9,7 @@ from weft.errors import DeviceError
 from weft.ops.attention import flashinfer
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.copies import how_launched, no_kernel
+from weft.ops.linear_tiles import device, library_lacks, linear_tile, record
 from weft.ops.register import no_triton, triton_version
 from weft.ops.tiles import measured
 
@@ -41,8 +42,8 @@ _LAYER = {
     "rotate_and_keep": "QK norm, rotation and the KV cache in one kernel",
     "quantize": "128 columns of a token at a time",
     "route": "softmax, top-k and division in one kernel",
-    "linear": "torch's F.linear, but where a tile was measured to be faster",
-    "fp8_linear": "split over its columns for few tokens; the next kernel adds the parts",
+    "linear": "split over its columns for few tokens; the next kernel adds the parts",
+    "fp8_linear": "the same, with the scales of tokens and blocks",
     "add_lora": "two launches a layer, for any tokens of any adapters; none where the batch has no adapter",
     "sum_leaves": "the parts of what ranks share, before they add them up, in one kernel",
     "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
@@ -119,12 +120,31 @@ def _cuda_layer() -> Iterator[OpBackend]:
 
 
 def _measured(op: str) -> str:
-    """The shapes for which the tiles of an operator were measured, if it has tiles."""
-    kinds = {"linear": "linear bf16 ", "fp8_linear": "linear fp8 ", "run_experts": "experts "}
-    if op not in kinds:
-        return ""
-    shapes = [key.removeprefix(kinds[op]) for key in measured() if key.startswith(kinds[op])]
-    return f"; tiles measured for {', '.join(shapes) or 'no shapes'}, else by rule"
+    """How the tiles of an operator are chosen, if it has tiles."""
+    if op == "run_experts":
+        shapes = [key.removeprefix("experts ") for key in measured()]
+        return f"; tiles measured for {', '.join(shapes) or 'no shapes'}, else by rule"
+    return f"; {_chosen(op)}" if op in ("linear", "fp8_linear") else ""
+
+
+def _chosen(op: str) -> str:
+    """How the tiles of a linear layer are chosen, and when torch's own product takes their place."""
+    fp8, lacks = op == "fp8_linear", library_lacks()
+    if device() is None:
+        return "tiles by rule, since none were measured on this GPU" if fp8 else "torch's F.linear, on this GPU"
+    found, gpu = record()["losses"]["fp8" if fp8 else "bf16"]["held out"], record()["environment"]["gpu"]
+    how = f"tiles by a model measured on {gpu}: for {found['shapes']} shapes that it had not seen {found['median']:g} %"
+    how += f" slower than the best of all (median), and at most {found['p90']:g} % in nine of ten cases; "
+    if fp8 and lacks:
+        return f"{how}torch's scaled_mm for no shape: {lacks}"
+    name = "scaled_mm (cuBLASLt)" if fp8 else "F.linear (cuBLAS)"
+    return f"{how}torch's {name} where the model has it faster, for 6144x4096 from {_first(fp8)} tokens on"
+
+
+def _first(fp8: bool) -> int:
+    """The least power of two of tokens for which torch's own product multiplies with weights of 6144 by 4096."""
+    counts = (2**i for i in range(15))
+    return next((count for count in counts if linear_tile(count, 6144, 4096, fp8) is None), 2**15)
 
 
 def _cuda_copies(device: torch.device) -> OpBackend:

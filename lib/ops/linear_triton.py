@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from weft.ops.blocks_triton import multiply
 from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.linear_tiles import linear_tile, one_part_tile
 from weft.ops.norm_triton import quantize
-from weft.ops.tiles import Tile, cdiv, leaf_columns, linear_tile, segment_columns
+from weft.ops.tiles import Tile, cdiv, leaf_columns, segment_columns
 
 _WIDE = Tile(64, 64, 32, 4, 2)
 """The tile of batch-invariant products in float32."""
@@ -168,10 +169,29 @@ def fp8_linear(
 ) -> Tensor:
     """`weft::fp8_linear`."""
     tile = linear_tile(values.shape[0], *weight.shape, True, batch_invariant or leaves > 0)
-    assert tile is not None, "torch has no such product"
     if scales is None:
         values, scales = quantize(values)
-    return run_tile(values, scales, weight, scale, bias, dtype, tile, leaves)
+    if tile is None and dtype == torch.bfloat16:
+        return _scaled_mm(values.contiguous(), scales, weight.contiguous(), scale, bias)
+    own = tile or one_part_tile(values.shape[0], *weight.shape)
+    return run_tile(values, scales, weight, scale, bias, dtype, own, leaves)
+
+
+def _scaled_mm(values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's product in blocks, which is cuBLASLt's, in bfloat16. It takes a multiple of four tokens, their scales by
+    columns, and the scales of the weights by columns, padded to four."""
+    tokens, missing = len(values), -len(values) % 4
+    if missing:
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
+    by_token = scales.new_empty(scales.shape[1], len(values))
+    by_token[:, :tokens] = scales.t()
+    by_block = F.pad(scale, (0, -scale.shape[1] % 4)) if scale.shape[1] % 4 else scale.contiguous()
+    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    given = by_token.t(), recipes[0], by_block.t(), recipes[1]
+    out = F.scaled_mm(values, weight.t(), *given, output_dtype=torch.bfloat16)
+    if bias is not None:
+        out += bias
+    return out[:tokens]
 
 
 def run_tile(

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from weft.ops import fp8
 from weft.ops.experts.routing import route
-from weft.ops.tile_candidates import expert_candidates
 from weft.ops.tiles import SCAN_PAIRS, Tile, power_of_two
 from weft.proofs.bench.short_graphs import LEAST_BYTES, Graphs, drawn
 
 _ROUTES = 16
+_SHARED_BYTES = 227 * 2**10
+"""The shared memory of sm_90 that the tiles in flight of one program may take."""
 
 
 @attrs.frozen
@@ -76,6 +77,28 @@ class ExpertKind:
 
     product: ExpertProduct
     tile: Tile
+
+
+_EXPERT_ROWS = {16: ((64, 4), (128, 4), (128, 8), (256, 8)), 64: ((128, 4), (128, 8), (256, 8))}
+_EXPERT_ROWS |= {32: _EXPERT_ROWS[16], 128: ((128, 4), (128, 8))}
+"""Rows and warps, by a tile's pairs."""
+
+
+def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> Iterator[Tile]:
+    """The tiles of a product with experts that are worth timing.
+
+    A tile has at most four times the pairs that an expert has on average, and at least a quarter of them: with more it
+    is mostly empty, and with fewer it reads the weights more than four times.
+    """
+    pairs = tokens * top_k
+    each = max(1, pairs // num_experts)
+    for sort in (False, True) if pairs <= 2 * SCAN_PAIRS else (True,):
+        for height in _EXPERT_ROWS if sort else (16,):
+            if (height == 16 and each <= 128) or each // 4 <= height <= 4 * each:
+                for rows, warps in _EXPERT_ROWS[height]:
+                    for across, stages in ((128, 3), (128, 4)) if fp8 else ((64, 4), (128, 3)):
+                        if (rows + height) * across * (1 if fp8 else 2) * stages <= _SHARED_BYTES:
+                            yield Tile(rows, height, across, warps, stages, sort=sort)
 
 
 def products(counts: tuple[int, ...]) -> list[ExpertProduct]:

@@ -1,4 +1,4 @@
-"""All tiles of products, timed on the shapes of published models: the data of the model in `weft.ops.tiles`.
+"""All tiles of products, timed on the shapes of published models: the data of the model in `weft.ops.linear_tiles`.
 
     python -m weft.proofs.bench.tile_search --out FOLDER [--experts] [--limit SECONDS] [--dry]
 
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from weft.ops.tile_candidates import linear_candidates
+from weft.ops.linear_tiles import candidates
 from weft.ops.tiles import Tile
 from weft.proofs.bench import tile_experts
 from weft.proofs.bench.short_graphs import compile_all, device_facts
@@ -77,7 +77,7 @@ def choices(product: Product | ExpertProduct) -> list[Choice]:
     """torch's own products, and the candidate tiles."""
     if isinstance(product, ExpertProduct):
         return [*tile_experts.choices(product)]
-    tiles = linear_candidates(product.tokens, product.rows, product.columns, product.kind == "fp8_linear")
+    tiles = candidates(product.tokens, product.rows, product.columns, product.kind == "fp8_linear")
     return [*LIBRARIES[product.kind], *tiles]
 
 

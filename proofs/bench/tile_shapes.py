@@ -1,6 +1,6 @@
 """The shapes for which tiles are timed: the linear layers of published models, as ranks share them.
 
-The model of `weft.ops.tiles` is fitted to `TRAINING`, and judged by `HELD_OUT`.
+The model of `weft.ops.linear_tiles` is fitted to `TRAINING`, and judged by `HELD_OUT`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,6 @@ from pathlib import Path
 import attrs
 import pytest
 
-from weft.ops.tile_candidates import SHARED_BYTES, linear_candidates
 from weft.ops.tiles import Tile
 from weft.proofs.bench import tile_experts, tile_search
 from weft.proofs.bench.tile_shapes import COUNTS, HELD_OUT, TRAINING, shapes
@@ -90,19 +89,6 @@ def test_held_out_shapes_are_many_and_none_is_trained_on() -> None:
     assert {(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)} <= {*shapes(TRAINING)}
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_candidates_are_tiles_that_triton_takes(fp8: bool) -> None:
-    for rows, columns in ((128, 2048), (1024, 1024), (6144, 4096), (128256, 4096), (100, 192)):
-        for tokens in (1, 33, 64, 200, 4096):
-            tiles = list(linear_candidates(tokens, rows, columns, fp8))
-            assert len(tiles) == len(set(tiles)) > 0
-            for tile in tiles:
-                assert (tile.rows + tile.tokens) * tile.columns * (1 if fp8 else 2) * tile.stages <= SHARED_BYTES
-                assert tile.columns == 128 or not fp8
-                steps = -(-columns // tile.columns)
-                assert -(-steps // tile.parts) * (tile.parts - 1) < steps  # every part has columns
-
-
 @pytest.mark.parametrize("options", [[], ["--experts"]])
 def test_dry(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     tile_search.main(["--dry", *options])
@@ -118,6 +104,6 @@ def test_candidates_of_experts_are_neither_empty_nor_too_small() -> None:
         for tile in tiles:
             assert tile.sort or pairs <= 128
             assert tile.columns == 128 or not product.fp8
-            assert (tile.rows + tile.tokens) * tile.columns * (1 if product.fp8 else 2) * tile.stages <= SHARED_BYTES
+            assert (tile.rows + tile.tokens) * tile.columns * (1 if product.fp8 else 2) * tile.stages <= 227 * 2**10
     found = tile_search.measure(product, Slow())
     assert tile_search.as_json([found], {})["products"][0][:7] == [*attrs.astuple(product)]

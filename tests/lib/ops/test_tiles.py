@@ -1,4 +1,4 @@
-"""The tiles of the products: measured ones are well formed, and every other shape has a default."""
+"""The tiles of the products with experts: measured ones are well formed, and every other shape has a default."""
 
 import json
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from weft.ops import tiles
-from weft.ops.tiles import MEASURED, MOST_SCANNED, Tile, expert_key, expert_tile, linear_key, linear_parts, linear_tile
-from weft.proofs.bench.tile_table import format_table
+from weft.ops.tiles import MEASURED, SCAN_PAIRS, Tile, expert_key, expert_tile
 
 QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
 
@@ -27,11 +26,7 @@ def test_what_was_measured_fits() -> None:
     for key, rows in tiles.measured().items():
         assert list(rows) == sorted(rows)
         for tile in rows.values():
-            if tile is not None:
-                assert_fits(tile, 1 if " fp8 " in key else 2)
-            else:
-                assert key.startswith("linear bf16")
-    assert format_table(tiles.measured()) == MEASURED.read_text()
+            assert_fits(tile, 1 if " fp8 " in key else 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 64, 100, 128, 129, 256])
@@ -54,20 +49,4 @@ def test_every_shape_has_a_tile(tokens: int, top_k: int, rows: int, columns: int
     for itemsize in (1,) if fp8 else (2, 4):
         tile = expert_tile(tokens, top_k, rows, columns, 60, itemsize)
         assert_fits(tile, itemsize)
-        assert tile.sort or tokens * top_k <= MOST_SCANNED
-    linear = linear_tile(tokens, rows, columns, fp8)
-    assert (linear is None) == (not fp8)
-    if linear is not None:
-        assert_fits(linear, 1 if fp8 else 2)
-    parts, steps = linear_parts(tokens, rows, columns, fp8), -(-columns // 128)
-    assert 1 <= parts <= steps
-    # Every part has columns.
-    assert -(-steps // parts) * (parts - 1) < steps
-
-
-def test_a_measured_answer_may_be_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = Tile(64, 16, 64, 4, 3, parts=2)
-    monkeypatch.setattr(tiles, "measured", lambda: {linear_key(96, 192, False): {8: tile, 64: None}})
-    assert [linear_tile(tokens, 96, 192, False) for tokens in (1, 8, 9, 65)] == [tile, tile, None, None]
-    assert [linear_parts(tokens, 96, 192, False) for tokens in (8, 9)] == [2, 1]
-    linear_tile.cache_clear()
+        assert tile.sort or tokens * top_k <= SCAN_PAIRS

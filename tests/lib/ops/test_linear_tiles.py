@@ -1,0 +1,257 @@
+"""The tiles of linear layers: near the best of all that was measured, for shapes that the model has not seen."""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import weft.proofs
+from weft.ops import linear_tiles
+from weft.ops.backends import backends
+from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.linear_tiles import (
+    MEASURED,
+    TILES,
+    Choice,
+    Device,
+    candidates,
+    linear_parts,
+    linear_segments,
+    linear_tile,
+    model,
+)
+from weft.ops.tiles import segment_columns
+from weft.proofs.bench import tile_fit
+from weft.proofs.bench.tile_fit import Case
+from weft.proofs.bench.tile_shapes import HELD_OUT, TRAINING, shapes
+
+RECORD = Path(weft.proofs.__path__[0]) / "results" / "2026-11-25-h100-tile-search.json.xz"
+KINDS = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[bool, list[Case]]:
+    return tile_fit.merged([RECORD])[0]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Forget what was chosen, before and after."""
+    remembered: list[Any] = [linear_tiles.device, linear_tiles.library_lacks, linear_tiles.linear_tile]
+    remembered += [linear_tiles._best, linear_tiles._best_of_parts]
+    for one in remembered:
+        one.cache_clear()
+    yield
+    for one in remembered:
+        one.cache_clear()
+
+
+@KINDS
+def test_choices_for_shapes_held_out_are_near_the_best_of_a_full_search(
+    fp8: bool, cases: dict[bool, list[Case]]
+) -> None:
+    """31 shapes in no training data, at eight numbers of tokens. A loss counts what parts cost the next kernel."""
+    held = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
+    training = [case for case in cases[fp8] if case.shape[1:] not in held]
+    apart = [case for case in cases[fp8] if case.shape[1:] in held]
+    assert len({case.shape[1:] for case in apart}) >= 30
+    losses = tile_fit.losses(tile_fit.make_model(training, model(fp8).coefficients, fp8), apart)
+    median, tenth, hundredth, worst = np.percentile(losses, [50, 90, 99, 100])
+    assert median <= 0.01
+    assert tenth <= 0.05
+    assert hundredth <= 0.16
+    assert worst <= 0.25
+
+
+@KINDS
+def test_measured_shapes_have_their_best_tiles(fp8: bool, cases: dict[bool, list[Case]]) -> None:
+    losses = tile_fit.losses(model(fp8), cases[fp8])
+    assert np.median(losses) == 0
+    assert np.percentile(losses, 90) <= 0.02
+
+
+@KINDS
+def test_another_record_would_be_noticed(fp8: bool, cases: dict[bool, list[Case]]) -> None:
+    """A model whose measurements belong to other shapes chooses worse."""
+    own = model(fp8)
+    turned = linear_tiles.Model(fp8, own.coefficients, own.usual, own.places, own.beyond[::-1])
+    assert np.mean(tile_fit.losses(turned, cases[fp8])) > 2 * np.mean(tile_fit.losses(own, cases[fp8])) + 0.01
+
+
+sizes = st.sampled_from((8, 64, 100, 128, 768, 2048, 5120, 14336, 151936))
+
+
+@settings(deadline=None)
+@given(tokens=st.integers(1, 10_000), rows=sizes, columns=sizes, fp8=st.booleans())
+def test_every_shape_has_a_tile(tokens: int, rows: int, columns: int, fp8: bool) -> None:
+    found = candidates(tokens, rows, columns, fp8)
+    assert found
+    assert len(found) == len(set(found))
+    tile = linear_tile(tokens, rows, columns, fp8)
+    assert tile is not None or not fp8  # torch has no product in FP8 on a CPU
+    for one in [*found, *([tile] if tile else [])]:
+        assert (one.rows + one.tokens) * one.columns * (1 if fp8 else 2) * one.stages <= 227 * 2**10
+        assert one.columns == 128 or not fp8
+        steps = -(-columns // one.columns)
+        assert -(-steps // one.parts) * (one.parts - 1) < steps  # every part has columns, the last one too
+    parts = linear_parts(tokens, rows, columns, fp8)
+    assert parts == (1 if tile is None else tile.parts)
+
+
+@settings(deadline=None)
+@given(tokens=st.integers(1, 3000), rows=sizes, columns=sizes, fp8=st.booleans())
+def test_segments_depend_on_the_weights_alone(tokens: int, rows: int, columns: int, fp8: bool) -> None:
+    tile, segments = linear_tile(tokens, rows, columns, fp8, batch_invariant=True), linear_segments(rows, columns, fp8)
+    assert tile is not None
+    assert tile.segments == segments
+    assert tile.parts == (segments if tokens <= 128 else 1)
+    assert tile.rows <= 128 >= tile.tokens  # the tensor cores' instructions that were seen to have the same bits
+    assert segment_columns(columns, segments) * (segments - 1) < columns
+
+
+def test_segments_depend_on_no_device(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [linear_segments.__wrapped__(*shape, fp8) for shape in shapes(TRAINING) for fp8 in (False, True)]
+    monkeypatch.setattr(linear_tiles, "device", lambda: Device(10, 1e11, 1e13))
+    assert before == [linear_segments.__wrapped__(*shape, fp8) for shape in shapes(TRAINING) for fp8 in (False, True)]
+
+
+def test_a_gpu_that_was_not_measured_has_the_tiles_of_a_rule(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_tiles, "device", lambda: None)
+    assert linear_tile(64, 4096, 4096, False) is None
+    tile = linear_tile(64, 4096, 4096, True)
+    assert tile is not None
+    assert (tile.rows + tile.tokens) * tile.columns * tile.stages <= 99 * 2**10
+    own = linear_tile(64, 4096, 4096, False, batch_invariant=True)
+    assert own is not None
+    assert own.segments == linear_segments(4096, 4096, False)
+
+
+def test_a_faster_memory_changes_predictions_and_a_name_chooses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, choices = (1, 28672, 4096), [*candidates(1, 28672, 4096, False)]
+    slow, fast = (model(False).costs(*shape, choices, gpu).min() for gpu in (MEASURED, Device(132, 4.8e12, 989e12)))
+    assert 1.25 < slow / fast < 1.45
+    for name, facts in (("NVIDIA H200", Device(132, 4.8e12, 989e12)), ("NVIDIA A10G", None)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=name: name)
+        assert linear_tiles.device.__wrapped__() == facts
+
+
+def test_torchs_product_in_fp8_is_chosen_where_it_runs(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert linear_tile(2048, 6144, 4096, True) is not None
+    monkeypatch.setattr(linear_tiles, "library_lacks", lambda: None)
+    for one in (linear_tiles.linear_tile, linear_tiles._best):
+        one.cache_clear()
+    assert linear_tile(2048, 6144, 4096, True) is None
+    assert linear_tile(2047, 6144, 4096, True) is None
+    assert linear_tile(1, 6144, 4096, True) is not None
+    assert linear_tile(2048, 6144 + 64, 4096, True) is not None  # a scale covers 128 rows
+    assert linear_tile(2048, 6144, 4096, True, batch_invariant=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("has", "cuda", "capability", "seen"),
+    [
+        (False, "13.0", (9, 0), "no scaled_mm"),
+        (True, "12.8", (9, 0), "CUDA 12.9"),
+        (True, None, (9, 0), "CUDA 12.9"),
+        (True, "13.0", (10, 0), "capability 9.0"),
+        (True, "12.9", (9, 0), None),
+    ],
+)
+def test_what_torchs_product_in_fp8_lacks(
+    has: bool, cuda: str | None, capability: tuple[int, int], seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has:
+        monkeypatch.delattr(F, "scaled_mm")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    found = linear_tiles.library_lacks.__wrapped__()
+    assert found is None if seen is None else seen in str(found)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(8, 512), (6, 512), (5, 384), (12, 128)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_torchs_product_in_fp8_is_given_what_it_takes(
+    tokens: int, columns: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layouts are those that torch's own checks ask for; the sum here is the definition's."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    x, rows = torch.randn(tokens, columns), 256
+    weight, scale = torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(2, columns // 128)
+    bias = torch.randn(rows).bfloat16() if has_bias else None
+    values, scales = reference_quantize(x)
+
+    def scaled_mm(a: Tensor, b: Tensor, by_a: Tensor, _: Any, by_b: Tensor, *rest: Any, output_dtype: Any) -> Tensor:
+        count, blocks, padded = len(a), columns // 128, -(-columns // 128 // 4) * 4
+        assert count % 4 == 0
+        assert (by_a.shape, by_a.stride()) == ((count, blocks), (1, count))
+        assert (by_b.shape, by_b.stride()) == ((padded, 2), (1, padded))
+        assert (b.shape, b.stride()) == ((columns, rows), (1, columns))
+        product = dequantize(Quantized(a, by_a.contiguous())) @ dequantize_weight(b.t(), by_b[:blocks].t()).t()
+        return product.to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    out = importlib.import_module("weft.ops.linear_triton")._scaled_mm(values, scales, weight, scale, bias)
+    expected = dequantize(Quantized(values, scales)) @ dequantize_weight(weight, scale).t()
+    assert out.shape == (tokens, rows)
+    torch.testing.assert_close(out, (expected + (0 if bias is None else bias)).bfloat16(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [512, 1023, 2049])
+def test_many_tokens_in_fp8_have_the_references_result(tokens: int) -> None:
+    linear: Any = importlib.import_module("weft.ops.linear")
+    x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1024, 2048, device="cuda").to(torch.float8_e4m3fn)
+    scale = torch.rand(8, 16, device="cuda")
+    if linear_tiles.library_lacks() is None:
+        assert linear_tile(tokens, 1024, 2048, True) is None
+    made = Quantized(*reference_quantize(x))
+    out = linear.fp8_linear(made, weight, scale, dtype=torch.bfloat16)
+    expected = dequantize(made).double() @ dequantize_weight(weight, scale).double().t()
+    assert float((out.double() - expected).abs().max() / expected.abs().max()) < 0.01
+
+
+def test_the_doctor_says_how_tiles_are_chosen(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    rows = {row.op: row.reason for row in backends("cuda")}
+    assert "for 31 shapes that it had not seen" in rows["linear"]
+    assert "F.linear (cuBLAS) where the model has it faster, for 6144x4096 from 64 tokens on" in rows["linear"]
+    assert "scaled_mm for no shape: it needs CUDA 12.9" in rows["fp8_linear"]
+
+
+def synthetic(fp8: bool) -> list[Case]:
+    """Products whose seconds are the formula's, with coefficients that are not those of the start."""
+    by = linear_tiles.Coefficients(6e-7, 9e-7, 0.8, 1.2e11, 4e-7, 8e-8, 0.7, 0.9, 2e12, 2.2)
+    found = []
+    for rows, columns in shapes(TRAINING)[::4]:
+        for tokens in (1, 32, 128, 2048):
+            tiles: list[Choice] = [*candidates(tokens, rows, columns, fp8)]
+            own = linear_tiles.formula_seconds(
+                tokens, rows, columns, fp8, [one for one in tiles if one is not None], MEASURED, by
+            )
+            seconds = dict(zip(tiles, own.tolist(), strict=True))
+            found.append(Case((tokens, rows, columns), seconds, seconds))
+    return found
+
+
+@KINDS
+def test_the_fit_finds_coefficients_again(fp8: bool) -> None:
+    cases = synthetic(fp8)
+    by = tile_fit.fit(cases, fp8)
+    for case in cases:
+        own = linear_tiles.formula_seconds(*case.shape, fp8, [one for one in case.seconds if one], MEASURED, by)
+        near = np.array([*case.seconds.values()]) <= 1.4 * min(case.seconds.values())
+        assert np.abs(np.log(own / np.array([*case.seconds.values()])))[near].max() < 0.1
+    found = tile_fit.make_model(cases, by, fp8)
+    again = tile_fit.as_json(found)
+    assert len(again["usual"]) == len(TILES[fp8])
+    assert sum(len(products) for products in again["products"].values()) == len(cases)
