@@ -17,7 +17,8 @@ import attrs
 
 from weft import __version__
 from weft.errors import CheckpointError, ConfigError, ConfigWarning, WeftError
-from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Options, Plan, Serve, Verify, flag_of, flagged
+from weft.transforms.cli.fields import Options, flag_of, flagged
+from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Serve, Verify
 from weft.transforms.cli.printing import printable
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141

@@ -1,17 +1,15 @@
-"""The options of each command, as the fields of a class, from which its parser is made.
+"""The options of each command.
 
 Importing it imports neither torch, rich nor numpy.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn
 
 import attrs
 
-from weft.errors import RequestError, WeftError
+from weft.transforms.cli.fields import GROUPS, Options, option
 from weft.transforms.cli.flags import (
     ADAPTER,
     ATTENTION,
@@ -39,7 +37,6 @@ from weft.transforms.cli.flags import (
     TEXT_ONCE,
     TRANSPORTS,
     WORD,
-    Kind,
     value,
     whole,
 )  # fmt: skip
@@ -62,120 +59,9 @@ WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """The values of `--workload`: tokens of each prompt and of each completion."""
 _SIZES = ", ".join(f"{name} {prompt} and {completion}" for name, (prompt, completion) in WORKLOADS.items())
 
-GROUPS = (
-    "model",
-    "options",
-    "prompts",
-    "sampling",
-    "what is measured",
-    "the load",
-    "the machine",
-    "how it runs",
-    "the network",
-)
-"""The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
-
-NEEDS = {
-    "draft": "speculate",
-    "system": "chat",
-    "input_len": "output_len",
-    "output_len": "input_len",
-    "certificates": "batch_invariant",
-    "experts": "tp",
-    "reduction_leaves": "batch_invariant",
-}
-"""Options that count for nothing without another one."""
-
-IDLE = {
-    "eval": ("workload", "input_len", "output_len", "num_prompts", "temperature", "seed", "speculate", "draft"),
-    "input_len": ("workload",),
-    "output_len": ("workload",),
-    "gpus": ("pp", "tp"),
-}
-"""For an option, those that count for nothing next to it."""
-
-
-def option(
-    group: str, help: str, kind: Kind | Iterable[str], default: Any = None, *, also: Mapping[str, Kind] = {}
-) -> Any:
-    """A field that is set by the flag of its name, `--max-tokens` for `max_tokens`.
-
-    Args:
-        help: ends with the default in `--help`, unless it speaks of it.
-        kind: or the values to choose from.
-        default: `attrs.NOTHING`: the flag is required.
-        also: other flags that set it, and their keywords.
-    """
-    kind = kind if isinstance(kind, Mapping) else {"choices": kind}
-    return attrs.field(default=default, metadata={"group": group, "help": help, "kind": kind, "also": also})
-
-
 _model, _general, _prompts, _sampling, _measured, _load, _machine, _how, _network = (
     partial(option, group) for group in GROUPS
 )
-
-
-def flag_of(name: str) -> str:
-    """The flag that sets an option."""
-    return f"--{name.replace('_', '-')}"
-
-
-@attrs.frozen(kw_only=True)
-class Options:
-    """The options of a command. The docstring is the description in `--help`.
-
-    Args:
-        given: the names of the options that the user wrote.
-    """
-
-    command: ClassVar[str]
-    usage: ClassVar[str] = "[options]"
-    summary: ClassVar[str]
-
-    given: frozenset[str] = frozenset()
-
-    def refuse(self, flag: str, seen: str, instead: str) -> NoReturn:
-        """Raise the error about a flag as written.
-
-        Raises:
-            RequestError: always.
-        """
-        raise RequestError(f"weft {self.command} {flag:.300}".strip(), seen, instead)
-
-    @contextmanager
-    def about(self, flag: str, kind: type[WeftError] = RequestError) -> Iterator[None]:
-        """Within, an error of a kind is about a flag as written."""
-        try:
-            yield
-        except kind as error:
-            self.refuse(flag, error.seen, error.instead)
-
-    def check(self) -> None:
-        """Refuse options without one that they need, or next to one with which they count for nothing.
-
-        Raises:
-            RequestError: about the first of them.
-        """
-        fields = attrs.fields_dict(type(self))
-        for name in filter(self.given.__contains__, fields):
-            flag, needed = flag_of(name), NEEDS.get(name, name)
-            written = f"{flag} {getattr(self, name)}"
-            others = [flag_of(other) for other, idle in IDLE.items() if other in self.given and name in idle]
-            if both := " and ".join(others):
-                self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
-            if needed not in self.given and fields[needed].metadata:
-                kinds = ((flag_of(one), fields[one].metadata["kind"]) for one in (name, needed))
-                pair = (
-                    f"{own} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip() for own, kind in kinds
-                )
-                self.refuse(written, f"no {flag_of(needed)}", " ".join(pair))
-
-
-def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
-    """The fields of a command that flags set, in the order of `--help`."""
-    fields = [field for field in attrs.fields(own) if field.metadata]
-    return sorted(fields, key=lambda field: GROUPS.index(field.metadata["group"]))
-
 
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
 _EXPERTS = "what each rank of --tp has of a layer's experts (default: columns where these can be cut, else whole ones)"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from weft.transforms.cli.options import Options
+from weft.transforms.cli.fields import Options
 
 
 def printable(text: str) -> str:

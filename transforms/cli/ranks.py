@@ -22,7 +22,8 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_model
 from weft.stages.shares import share_config
-from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions, Serve
+from weft.transforms.cli.fields import Options
+from weft.transforms.cli.options import Bench, ModelOptions, RunOptions, Serve
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports import Transport
