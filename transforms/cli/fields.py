@@ -27,15 +27,15 @@ GROUPS = (
 """The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
 
 NEEDS = {
-    "draft": "speculate",
-    "system": "chat",
-    "input_len": "output_len",
-    "output_len": "input_len",
-    "certificates": "batch_invariant",
-    "experts": "tp",
-    "reduction_leaves": "batch_invariant",
+    "draft": ("speculate",),
+    "system": ("chat",),
+    "input_len": ("output_len",),
+    "output_len": ("input_len",),
+    "certificates": ("batch_invariant",),
+    "experts": ("tp", "gpus"),
+    "reduction_leaves": ("batch_invariant",),
 }
-"""Options that count for nothing without another one."""
+"""Options that count for nothing without another one: one of these, as far as the command has them."""
 
 IDLE = {
     "eval": ("workload", "input_len", "output_len", "num_prompts", "temperature", "seed", "speculate", "draft"),
@@ -104,17 +104,21 @@ class Options:
         """
         fields = attrs.fields_dict(type(self))
         for name in filter(self.given.__contains__, fields):
-            flag, needed = flag_of(name), NEEDS.get(name, name)
+            flag, needed = flag_of(name), [one for one in NEEDS.get(name, ()) if one in fields and fields[one].metadata]
             written = f"{flag} {getattr(self, name)}"
             others = [flag_of(other) for other, idle in IDLE.items() if other in self.given and name in idle]
             if both := " and ".join(others):
                 self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
-            if needed not in self.given and fields[needed].metadata:
-                kinds = ((flag_of(one), fields[one].metadata["kind"]) for one in (name, needed))
-                pair = (
-                    f"{own} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip() for own, kind in kinds
-                )
-                self.refuse(written, f"no {flag_of(needed)}", " ".join(pair))
+            if needed and self.given.isdisjoint(needed):
+                own, *others = (_usage(fields[one]) for one in (name, *needed))
+                missing = " and no ".join(map(flag_of, needed))
+                self.refuse(written, f"no {missing}", f"{own} {', or '.join(others)}")
+
+
+def _usage(field: "attrs.Attribute[Any]") -> str:
+    """The flag of a field and the form of its value."""
+    kind = field.metadata["kind"]
+    return f"{flag_of(field.name)} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip()
 
 
 def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:

@@ -101,6 +101,11 @@ class ModelOptions(Options):
         """The number of stages."""
         return self.splits[0]
 
+    @property
+    def sharing(self) -> tuple[str, int]:
+        """The flag that says how many ranks may share a layer, and that number."""
+        return "--tp", self.tp
+
 
 @attrs.frozen(kw_only=True)
 class RunOptions(ModelOptions):
@@ -312,6 +317,11 @@ class Plan(ModelOptions):
     node_latency: float | None = _machine(
         "microseconds of a transfer between two nodes (default: as --latency)", LATENCY
     )
+
+    @property
+    def sharing(self) -> tuple[str, int]:
+        """The flag that says how many ranks may share a layer, and that number."""
+        return ("--tp", self.tp) if self.gpus is None else ("--gpus", self.gpus)
 
     def check(self) -> None:
         """Refuse a plan without a split or a search for one, also."""

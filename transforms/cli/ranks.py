@@ -183,9 +183,10 @@ def read_config(options: ModelOptions) -> ModelConfig:
     written = f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
     with options.about(written, ProgramError):
         split_layers(config.num_layers, count)
-    written = f"--tp {options.tp}" + f" --experts {options.experts}" * (options.experts is not None)
+    flag, ranks = options.sharing
+    written = f"{flag} {ranks}" + f" --experts {options.experts}" * (options.experts is not None)
     with options.about(written, ConfigError):
-        config = pick_experts(options.experts, config, options.tp, call="")
+        config = pick_experts(options.experts, config, ranks, call="")
         share_config(config, options.tp)
     if isinstance(options, RunOptions):
         with options.about(f"--reduction-leaves {options.reduction_leaves}", WeftError):

@@ -331,7 +331,24 @@ def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
     assert sizes["2"] - sizes["4"] > experts / 4
     other, blocks = "or --experts whole", "a number of ranks by which it is a multiple of 128"
     assert_refused(run(*asked, "--tp", "4", "--experts", "columns"), "--tp 4 --experts columns", blocks, other)
-    assert_refused(run(*asked, "--experts", "whole"), "no --tp", "instead: --experts columns|whole --tp N")
+    assert_refused(
+        run(*asked, "--experts", "whole"),
+        "no --tp and no --gpus",
+        "instead: --experts columns|whole --tp N, or --gpus N",
+    )
+
+
+def test_every_split_shares_experts_as_asked(run: Weft) -> None:
+    """In FP8 4 ranks cannot cut the 6 blocks of an expert's columns."""
+    asked = "--preset", "qwen3-30b-a3b-fp8", "--json", "--requests", "8", "--gpus"
+    tried = {}
+    for how in ("columns", "whole"):
+        code, out, err = run(*asked, "4", "--experts", how)
+        assert code == 0, err
+        tried[how] = [one["shards"] for one in json.loads(out)["gpus"]]
+    assert tried == {"columns": [1, 2], "whole": [1, 2, 4]}
+    assert_refused(run(*asked, "1", "--experts", "whole"), "weft plan --gpus 1 --experts whole", "one rank")
+    assert_refused(run(*asked, "4", "--tp", "2", "--experts", "whole"), "leave out --tp, or --gpus")
 
 
 def test_it_needs_no_weights(run: Weft, tmp_path: Path) -> None:
