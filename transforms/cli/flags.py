@@ -82,6 +82,7 @@ SPLITS = value("N", _splits, lambda own: 1 <= min(own) <= max(own) < 10**6, "a w
 TEMPERATURE = value("T", float, lambda x: 0 <= x <= 1e38, "a finite number >= 0; 0 is greedy")
 SECONDS = value("S", float, lambda x: 0 < x <= 1e6, "a number of seconds, greater than 0 and at most 1e6, as in 30")
 BANDWIDTH = value("GB/s", float, lambda x: 0 < x < math.inf, "a finite number > 0, in GB/s")
+GIGABYTES = value("GB", float, lambda x: 0 < x < math.inf, "a finite number > 0, in GB")
 LINK = value("GB/s", float, lambda x: x > 0, "a number > 0, in GB/s")
 LATENCY = value("US", float, lambda x: 0 <= x < math.inf, "a finite number >= 0, in microseconds")
 DTYPES = "float32", "bfloat16", "float16"  # of weft.stages.choices, without its import of torch

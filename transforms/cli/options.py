@@ -22,6 +22,7 @@ from weft.transforms.cli.flags import (
     DTYPES,
     EXPERTS,
     FILE,
+    GIGABYTES,
     IDS,
     KV_DTYPES,
     LATENCY,
@@ -308,6 +309,7 @@ class Plan(ModelOptions):
     cohorts: int | None = _load("groups of requests that take turns (default: the fastest number)", whole("C", 1, 1000))
     steps: int = _load("steps of each cohort in the timeline", whole("K"), 2)
     bandwidth: float = _machine("memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800.0)
+    memory: float = _machine("memory of a device (default 141, an H200's data sheet)", GIGABYTES, 141.0)
     link: float = _machine("bandwidth between two ranks (default: no limit)", LINK, math.inf)
     latency: float = _machine("microseconds of a transfer, whatever its size", LATENCY, 0)
     capacity: int = _machine("messages that an edge holds", whole("M"), 2)

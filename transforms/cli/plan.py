@@ -27,6 +27,7 @@ def run(options: Plan) -> int:
     config = read_config(options)
     machine = Machine(
         bandwidth=options.bandwidth * 1e9,
+        memory=options.memory * 1e9,
         link=options.link * 1e9,
         latency=options.latency * 1e-6,
         capacity=options.capacity,
@@ -40,8 +41,10 @@ def run(options: Plan) -> int:
     if options.gpus is not None:
         with options.about(f"--gpus {options.gpus}", ProgramError):
             splits = plan_splits(config, options.gpus, machine=machine, **asked)
-    plan = predict_decode(config, options.pp or 1, shards=options.tp, machine=machine, **asked)
-    plan = plan if splits is None else splits.best
+    if splits is None:
+        plan = predict_decode(config, options.pp or 1, shards=options.tp, machine=machine, **asked)
+    else:
+        plan = splits.best
     if options.svg is not None:
         write_file(options, "--svg", options.svg, plan.timeline.as_svg())
     if options.json:
@@ -54,8 +57,8 @@ def run(options: Plan) -> int:
 def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict[str, Any]:
     """The JSON report, in seconds and bytes."""
     config, timeline = plan.load.config, plan.timeline
-    names = "model", "preset", "cohorts", "steps", "requests", "bandwidth", "link", "latency", "capacity", "kernel"
-    nodes = "gpus_per_node", "node_link", "node_latency"
+    names = "model", "preset", "cohorts", "steps", "requests", "bandwidth", "memory", "link", "latency", "capacity"
+    nodes = "kernel", "gpus_per_node", "node_link", "node_latency"
     return {
         "costs": "bytes over bandwidth, not measured",
         "wanted": {name: getattr(options, name) for name in (*names, *nodes)}
@@ -67,8 +70,13 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
             "bytes": plan.load.bytes(),
         },
         "gpus": [
-            {"shards": one.load.num_shards, "stages": one.load.num_stages, **attrs.asdict(one.chosen)}
+            {"shards": one.load.num_shards, "stages": one.load.num_stages, "fits": one.fits, **attrs.asdict(one.chosen)}
             for one in (() if splits is None else splits.predictions)
+        ],
+        "left_out": () if splits is None else splits.left_out,
+        "fits": plan.fits,
+        "memory": [
+            attrs.asdict(need) | {"total": need.total} for need in plan.load.memory(options.requests, plan.chosen.size)
         ],
         "splits": plan.splits,
         "programs": [str(program) for program in plan.programs],
@@ -86,7 +94,7 @@ def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Itera
     """The answer, then how it comes about."""
     slowest, even = (max(stage["seconds"] for stage in split) for split in plan.splits.values())
     steps = f"{counted(options.steps, 'step')} of each of {counted(plan.chosen.cohorts, 'cohort')}"
-    tried = {} if splits is None else {f"splits over {plan.num_gpus} GPUs (simulated)": (splits,)}
+    tried = {} if splits is None else {f"splits over {plan.num_gpus} GPUs (simulated)": (splits, *splits.left_out)}
     parts_of: dict[str, tuple[Any, ...]] = tried | {
         "prediction": (*plan.answer(), "", Text(NOTE)),
         "assumptions": (*plan.assumptions(),),

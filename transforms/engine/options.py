@@ -22,10 +22,9 @@ from weft.transforms.engine.requests import Budget, tokens_rule
 from weft.transforms.engine.split import Split
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.argument_checks import TRANSPORT
+from weft.transforms.pipelines.hardware import MEMORY_SHARE
 from weft.trees import tree_leaves
 
-_MEMORY_SHARE = 0.85
-"""The share of a GPU's free memory for the KV cache and graphs; temporaries get the rest."""
 _SMALL_CACHE_SHARE = 0.25
 """A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not estimated."""
 _GRAPHS_MARGIN = 1.25
@@ -331,7 +330,7 @@ def _fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: C
     if page_bytes * most <= _SMALL_CACHE_SHARE * free:
         return most
     num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
-    return max(1, int(_MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
+    return max(1, int(MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -6,16 +6,43 @@ from typing import Any
 import attrs
 import torch
 
+from weft.display.quantities import byte_size
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective
 from weft.schema import Schema, TensorSchema
 from weft.stages.config import ModelConfig
 from weft.stages.layout import BYTES_PER_LOGIT, balance, layer_weights, split_layers
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.costs import Costs
-from weft.transforms.pipelines.hardware import KERNELS_PER_LAYER, Machine
+from weft.transforms.pipelines.hardware import KERNELS_PER_LAYER, MEMORY_SHARE, Machine
 
+_GRAPHS_BYTES = 500_000_000
+"""A generous size of the graphs of one rank: the largest in `proofs/results/` take 463 MB."""
 _OUTPUT_BYTES = 8 + 4
 """Bytes of a request's token and logprob (`weft.outputs.Output`)."""
+
+
+@attrs.frozen
+class MemoryNeed:
+    """The bytes that a rank of one stage holds.
+
+    Args:
+        weights: of its share of the stage's layers, embedding and head.
+        kv: the keys and values of all requests.
+        graphs: its graphs.
+    """
+
+    weights: int
+    kv: int
+    graphs: int = _GRAPHS_BYTES
+
+    @property
+    def total(self) -> float:
+        """The least memory of a device that can run it, as an engine divides what the weights leave."""
+        return self.weights + (self.kv + self.graphs) / MEMORY_SHARE
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv, "graphs": self.graphs}
+        return ", ".join(f"{name} {byte_size(size)}" for name, size in parts.items())
 
 
 @attrs.frozen
@@ -98,6 +125,20 @@ class DecodeLoad:
             "kv": 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
             "message": row,
         }
+
+    def memory(self, num_requests: int, size: int) -> tuple[MemoryNeed, ...]:
+        """The bytes that a rank of each stage holds, in the best split for a cohort of `size` requests, so that
+        `num_requests` fit into it with their context and a new token."""
+        own, layers, tied = self.bytes(), layer_weights(self.own), self.config.tie_word_embeddings
+        found = []
+        for stage in self.splits(size)["balanced"]:
+            start, stop = stage["start"], stage["stop"]
+            weights = sum(layer.fixed + layer.experts for layer in layers[start:stop])
+            is_last = stop == len(layers)
+            weights += own["head"] * is_last
+            weights += self.own_logits * own["embedding"] * (start == 0 and not (is_last and tied))
+            found.append(MemoryNeed(weights, num_requests * (self.context + 1) * own["kv"] * (stop - start)))
+        return tuple(found)
 
     def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
         """The best split for a cohort of `size` requests, and that by the number of layers alone: for each stage, its

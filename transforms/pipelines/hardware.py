@@ -13,9 +13,12 @@ KERNELS_PER_LAYER = 11
 """The kernels of a layer in a graph of a decode step: 10.5 to 12.5 of Llama-3.1-8B, 11.4 of Qwen3-30B-A3B, by the
 profiles in `proofs/results/`."""
 
+MEMORY_SHARE = 0.85
+"""The share of a GPU's memory beside the weights that the KV cache and graphs may fill; temporaries get the rest."""
 _SPEED = "a number > 0, in bytes per second; infinite: a transfer takes the latency alone"
 _RULES: dict[str, Rule] = {
     "bandwidth": (lambda value: 0 < value < math.inf, "a finite number > 0, in bytes per second, as in 4.8e12"),
+    "memory": (lambda value: 0 < value < math.inf, "a finite number > 0, in bytes, as in 141e9"),
     "link": (lambda value: value > 0, _SPEED),
     "node_link": (lambda value: value is None or value > 0, _SPEED),
     **dict.fromkeys(("latency", "kernel"), ((lambda value: 0 <= value < math.inf), "a finite number >= 0, in seconds")),
@@ -32,6 +35,7 @@ class Machine:
 
     Args:
         bandwidth: bytes per second that a device reads from its memory. The default is from an H200's data sheet.
+        memory: bytes of a device's memory. The default is from an H200's data sheet.
         link: bytes per second between two ranks; infinite: a transfer takes only the latency.
         latency: seconds of each transfer, whatever its size.
         capacity: messages that an edge holds.
@@ -51,6 +55,7 @@ class Machine:
     """
 
     bandwidth: float = 4.8e12
+    memory: float = 141e9
     link: float = math.inf
     latency: float = 0.0
     capacity: int = 2

@@ -17,7 +17,7 @@ from weft.stages.config import ModelConfig
 from weft.stages.layout import split_layers
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts
-from weft.transforms.pipelines.decode_load import DecodeLoad
+from weft.transforms.pipelines.decode_load import DecodeLoad, MemoryNeed
 from weft.transforms.pipelines.hardware import KERNELS_PER_LAYER, Machine
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import simulate
@@ -88,8 +88,9 @@ class Prediction:
         return self.load.num_stages * self.load.num_shards
 
     def answer(self) -> Iterator[str]:
-        """The lines of the answer: the throughput, a step's time, what bounds it, and each rank's idle share. If
-        layers are shared between nodes whose bandwidth is not given, a line says so."""
+        """The lines of the answer: the throughput, a step's time, what bounds it, each stage's idle share, and whether
+        it fits into the devices' memory. If layers are shared between nodes whose bandwidth is not given, a line says
+        so."""
         chosen = self.chosen
         yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
         yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
@@ -97,7 +98,24 @@ class Prediction:
         load, free = self.load, math.isinf(self.load.machine.between_nodes[1])
         if free and not all(load.machine.is_near(load.ranks(stage)) for stage in range(load.num_stages)):
             yield "too fast: nodes share layers at no cost; give the bandwidth between nodes"
-        yield f"bubbles: {', '.join(f'rank {rank} {bubble:.0%}' for rank, bubble in enumerate(chosen.bubbles))}"
+        yield f"bubbles: {', '.join(f'stage {stage} {bubble:.0%}' for stage, bubble in enumerate(chosen.bubbles))}"
+        yield self.memory()
+
+    @functools.cached_property
+    def fullest(self) -> tuple[int, MemoryNeed]:
+        """The stage whose ranks need the most memory, and what they hold."""
+        needs = self.load.memory(self.num_requests, self.chosen.size)
+        return max(enumerate(needs), key=lambda each: each[1].total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights, the KV cache of all requests, and graphs fit into the memory of every device."""
+        return self.fullest[1].total <= self.load.machine.memory
+
+    def memory(self) -> str:
+        """Whether it fits: the memory that a rank of the fullest stage needs, and what it has."""
+        (stage, need), has = self.fullest, byte_size(self.load.machine.memory)
+        return f"{'fits' if self.fits else 'does not fit'}: stage {stage} needs {byte_size(need.total)} of {has} a GPU"
 
     def bound(self) -> str:
         """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole pipeline."""
@@ -136,6 +154,8 @@ class Prediction:
         layer, head, kv = (byte_size(count) for count in (sizes["layer"], sizes["head"], sizes["kv"] * context))
         yield f"weights{on_each}: {layer} per layer; the head {head}, on the last stage"
         yield f"KV cache{on_each}: {kv} per request and layer, for {counted(context, 'token')} of context"
+        stage, need = self.fullest
+        yield f"GPU memory of stage {stage}: {need}"
         yield f"memory bandwidth: {machine.bandwidth / 1e9:g} GB/s"
         if machine.kernel:
             yield f"each of {KERNELS_PER_LAYER} kernels of a layer takes {machine.kernel * 1e6:g} us besides"

@@ -151,11 +151,12 @@ def test_the_text_is_for_reading(run: Weft, folder: str) -> None:
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     for part in (
-        "bubbles: rank 0 ",
+        "bubbles: stage 0 ",
         "Predicted from bytes over bandwidth, not measured: ",
         "LlamaForCausalLM, 8 layers, bfloat16, in 2 stages\n",
         "weights: 74 kB per layer; the head 295 kB, on the last stage",
         "KV cache: 131 kB per request and layer, for 1024 tokens of context",
+        "GPU memory of stage 1: weights ",
         "memory bandwidth: 1 GB/s\na transfer takes no time; an edge holds 2 messages",
         "split of the layers, for a cohort of 4\n",
         "cohorts  of requests     step  tokens/s  bubble",
@@ -302,6 +303,40 @@ def test_gpus_are_split_in_each_way(run: Weft, folder: str) -> None:
     code, out, _ = run("--model", folder, "--gpus", "4", "--latency", "2")
     assert code == 0
     assert "splits over 4 GPUs (simulated)" in out
+
+
+def test_a_split_that_does_not_fit_is_marked_and_not_the_best(run: Weft, folder: str) -> None:
+    """A stage holds its weights, and the keys and values of every request; of the rest 15% stay free."""
+    options = ("--gpus", "2", "--requests", "4", "--context", "15", "--latency", "1e6")
+    graphs, kv = 500_000_000, 4 * 16 * KV
+    held = predicted(run, folder, *options)["memory"]
+    assert [one["weights"] for one in held] == [7 * LAYER + 2304 * ROW, LAYER + HEAD]
+    assert [one["kv"] for one in held] == [7 * kv, kv]
+    assert [one["total"] for one in held] == pytest.approx(
+        [one["weights"] + (one["kv"] + graphs) / 0.85 for one in held], rel=1e-12
+    )
+    alone = predicted(run, folder, "--pp", "1", "--requests", "4", "--context", "15")["memory"]
+    assert [(one["weights"], one["kv"]) for one in alone] == [(8 * LAYER + HEAD + 2304 * ROW, 8 * kv)]
+    tight = str(held[0]["total"] / 1e9 - 1e-5)
+    more = (*options, "--memory", tight)
+    found = predicted(run, folder, *more)
+    assert [(one["shards"], one["fits"]) for one in found["gpus"]] == [(1, False), (2, True)]
+    rates = [one["tokens_per_second"] for one in found["gpus"]]
+    assert (rates[0] > rates[1], found["predicted"]["tokens_per_second"]) == (True, rates[1])
+    code, out, _ = run("--model", folder, *more)
+    rows = out.splitlines()[2:4]
+    assert (code, "589 MB" in rows[0] and rows[0].rstrip().endswith("too large"), "best" in rows[1]) == (0, True, True)
+    code, out, _ = run("--model", folder, "--pp", "2", *options[2:], "--memory", "0.5")
+    assert (code, "does not fit: stage 0 needs 589 MB of 500 MB a GPU" in out) == (0, True)
+    none = run("--model", folder, *options, "--memory", "0.5")
+    assert_refused(none, "no split fits", "--tp 2 --pp 1, does not fit", "instead: more GPUs, fewer requests, less")
+
+
+def test_a_split_that_the_model_does_not_allow_is_named(run: Weft, folder: str) -> None:
+    code, out, _ = run("--model", folder, "--gpus", "16", "--requests", "8")
+    assert code == 0
+    assert "--tp 1 --pp 16 is not possible: 8 layers for 16 stages" in out
+    assert "--tp 8 --pp 2 is not possible: 4 heads, and 2 of keys and values" in out
 
 
 def test_ranks_of_a_stage_stay_in_a_node_where_the_network_is_slow(run: Weft, folder: str) -> None:
