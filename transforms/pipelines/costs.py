@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from weft.arguments.checks import Rule, check_values
+from weft.arguments.checks import COUNT_OR_NONE, Rule, check_values
 from weft.effects import Broadcast, Effect, Run, Send
 from weft.errors import CostError
 from weft.meshes.collectives import AllGather, AllReduce, Collective
@@ -23,18 +23,27 @@ _RULES: dict[str, Rule] = {
     "stages": (_EACH[0], "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)"),
     "parts": (_EACH[0], "seconds of each part: (1e-3, 2e-3), or a function (part, rank)"),
     "collective": (lambda value: value is None or callable(value), "a function from a collective to its seconds"),
+    "gpus_per_node": COUNT_OR_NONE,
 }
 _KINDS = {"stage": "stages", "part": "parts"}
+
+
+ONE_STEP, RING = "in one step to all others", "around a ring"
+BY_NODE = "in three phases: within nodes, between them, within"
+"""The ways to sum over ranks."""
 
 
 @attrs.frozen
 class Costs:
     """The costs of effects, in seconds and bytes.
 
-    A collective of `n` ranks takes as long as the faster of two ways. In one step, each rank sends to each other what
-    it needs: one latency, and the time of `n - 1` times its bytes, or the `n`-th part of that in `ReduceScatter` and
-    `AllToAll`. Around a ring, an `AllReduce` takes `2 (n - 1)` steps of an `n`-th part each (Patarasuk and Yuan, 2009,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations").
+    In a collective of `n` ranks, each rank sends to each other what it needs, in one step: this takes one latency, and
+    the time of `n - 1` times the rank's bytes, or the `n`-th part of that in `ReduceScatter` and `AllToAll`.
+
+    An `AllReduce` takes the least of three times: that of one step; that of a ring, `2 (n - 1)` steps of an `n`-th part
+    each (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"); and, if its
+    ranks are in several nodes with equally many in each, that of three phases: reduce-scatter within each node,
+    all-reduce between nodes (one step or a ring) of each rank's part, and all-gather within each node.
 
     Args:
         stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) -> seconds`. Collectives
@@ -50,6 +59,7 @@ class Costs:
             seconds`.
         collective: a function from a collective to its seconds, as measured; None: as `latency` and
             `bytes_per_second` say.
+        gpus_per_node: ranks of a node, which are numbered one node after the other; None: all are in one node.
 
     Raises:
         CostError: a cost that is negative or not finite.
@@ -71,6 +81,7 @@ class Costs:
     launch: float = 0.0
     parts: Sequence[float] | Callable[[int, int], float] = ()
     collective: Callable[[Collective], float] | None = None
+    gpus_per_node: int | None = None
 
     def __attrs_post_init__(self) -> None:
         for name, value in attrs.asdict(self, recurse=False).items():
@@ -107,12 +118,31 @@ class Costs:
         others, size = len(effect.ranks) - 1, collective_bytes(effect)
         if not others:
             return 0.0
-        part = size / len(effect.ranks)
-        if not isinstance(effect, AllReduce | AllGather):
-            return self.transfer(effect, effect.ranks, others * part)
-        at_once = self.transfer(effect, effect.ranks, others * size)
-        ring = 2 * others * self.transfer(effect, effect.ranks, part) if isinstance(effect, AllReduce) else math.inf
-        return min(at_once, ring)
+        if isinstance(effect, AllReduce):
+            return min(self.all_reduce_ways(effect).values())
+        sent = size if isinstance(effect, AllGather) else size / len(effect.ranks)
+        return self.transfer(effect, effect.ranks, others * sent)
+
+    def all_reduce_ways(self, effect: AllReduce) -> dict[str, float]:
+        """The seconds that a sum over several ranks takes in each way, by the way in words."""
+        size, found = collective_bytes(effect), dict[str, float]()
+        found[ONE_STEP], found[RING] = self._flat(effect, effect.ranks, size)
+        nodes = dict[int, list[int]]()
+        for rank in effect.ranks:
+            nodes.setdefault(rank // (self.gpus_per_node or len(effect.ranks)), []).append(rank)
+        first, *others = nodes.values()
+        if self.gpus_per_node and others and len(first) > 1 and {len(node) for node in others} == {len(first)}:
+            part = size / len(first)
+            within = self.transfer(effect, tuple(first), (len(first) - 1) * part)
+            across = min(self._flat(effect, tuple(node[0] for node in nodes.values()), part))
+            found[BY_NODE] = within + across + within
+        return found
+
+    def _flat(self, effect: AllReduce, ranks: tuple[int, ...], size: float) -> tuple[float, float]:
+        """The seconds of a sum over ranks in one step, and around a ring."""
+        others = len(ranks) - 1
+        ring = 2 * others * self.transfer(effect, ranks, size / len(ranks))
+        return self.transfer(effect, ranks, others * size), ring
 
     def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
         """The seconds in which so many bytes go from one of some ranks to another, for an effect."""

@@ -84,6 +84,13 @@ class DecodeLoad:
         """The seconds of the sum of what the ranks' shares of a block add to `size` tokens' hidden states."""
         return self._longest(AllReduce, size, self.config.hidden_size)
 
+    def all_reduce_way(self, size: int) -> str:
+        """The way in which that sum is fastest, for the ranks that are the farthest apart."""
+        effect = self._slowest(AllReduce, size, self.config.hidden_size)
+        assert isinstance(effect, AllReduce)
+        ways = self._link_costs.all_reduce_ways(effect)
+        return min(ways, key=ways.__getitem__)
+
     def sampling(self, size: int) -> float:
         """The seconds in which the ranks of the last stage exchange the logits of `size` requests, so that each has
         those of its rows, sample, and gather the tokens."""
@@ -97,10 +104,24 @@ class DecodeLoad:
         """The seconds of a collective of the stage whose ranks are the farthest apart."""
         if self.num_shards == 1:
             return 0.0
-        machine, schema = self.machine, Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
-        costs = Costs(latency=machine.latency_of, bytes_per_second=machine.link_of, collective=machine.collective)
-        groups = {machine.is_near(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))}
-        return max(costs.seconds(kind(ranks, schema=schema)) for ranks in groups.values())
+        return self._link_costs.seconds(self._slowest(kind, *dims, dtype=dtype))
+
+    def _slowest(self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None) -> Collective:
+        """A collective of the ranks of the stage in which it takes the longest."""
+        schema = Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
+        groups = {self.machine.per_node(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))}
+        return max((kind(ranks, schema=schema) for ranks in groups.values()), key=self._link_costs.seconds)
+
+    @functools.cached_property
+    def _link_costs(self) -> Costs:
+        """The costs of what the ranks of a stage exchange."""
+        own = self.machine
+        return Costs(
+            latency=own.latency_of,
+            bytes_per_second=own.link_of,
+            collective=own.collective,
+            gpus_per_node=own.gpus_per_node,
+        )
 
     def transfer(self, size: int) -> float:
         """The seconds of the slowest message of `size` requests from one stage to the next; 0: there is only one."""

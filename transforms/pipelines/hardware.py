@@ -1,6 +1,7 @@
 """`Machine`: the devices of a prediction, their nodes, and the links between them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -77,7 +78,12 @@ class Machine:
 
     def is_near(self, ranks: Sequence[int]) -> bool:
         """Whether all of some ranks are in one node."""
-        return self.gpus_per_node is None or len({rank // self.gpus_per_node for rank in ranks}) == 1
+        return len(self.per_node(ranks)) == 1
+
+    def per_node(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """How many of some ranks are in each of their nodes, in order."""
+        size = self.gpus_per_node
+        return tuple(Counter(0 if size is None else rank // size for rank in ranks).values())
 
     def latency_of(self, ranks: Sequence[int]) -> float:
         """The seconds of a transfer between some ranks, whatever its size."""

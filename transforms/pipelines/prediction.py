@@ -164,7 +164,7 @@ class Prediction:
             far = _transfer(*machine.between_nodes)
             yield f"nodes of {counted(machine.gpus_per_node, 'GPU')}; between two of them a transfer takes {far}"
         if shards > 1:
-            how = "as measured" if machine.collective else "in one step to all others, or around a ring"
+            how = "as measured" if machine.collective else self.load.all_reduce_way(self.chosen.size)
             yield f"a layer has two all-reduces of {counted(shards, 'rank')}, {how}"
 
 

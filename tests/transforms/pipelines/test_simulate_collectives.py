@@ -29,7 +29,8 @@ from weft.effects import (
     TensorSchema,
 )
 from weft.errors import CostError, ProgramError
-from weft.transforms.pipelines.costs import Costs
+from weft.transforms.pipelines.costs import BY_NODE, ONE_STEP, Costs
+from weft.transforms.pipelines.hardware import Machine
 from weft.transforms.pipelines.lanes import lane_rank, spread
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
@@ -95,6 +96,42 @@ def test_it_takes_the_faster_of_one_step_and_a_ring(case: str) -> None:
     costs = Costs(parts=[0.0], latency=LATENCY, bytes_per_second=SPEED)
     assert costs.seconds(effect) == pytest.approx(wanted)
     assert simulate(meeting(effect), costs).step_time == pytest.approx(wanted)
+
+
+def between(nodes: int, size: int, slower: float, count: int) -> tuple[Costs, AllReduce]:
+    """The costs of nodes of so many GPUs with slower links between them, and a sum of so many numbers over all."""
+    machine = Machine(latency=LATENCY, link=SPEED, gpus_per_node=size, node_link=SPEED / slower, node_latency=5e-6)
+    costs = Costs(latency=machine.latency_of, bytes_per_second=machine.link_of, gpus_per_node=size)
+    return costs, AllReduce(tuple(range(nodes * size)), schema=Schema((TensorSchema("x", (count,), torch.float32),)))
+
+
+def test_a_sum_over_nodes_goes_in_three_phases() -> None:
+    """4 GB over 2 nodes of 8: each rank sums an eighth within its node, then with one rank of the other node."""
+    costs, effect = between(2, 8, 8, 10**9)
+    within = LATENCY + 7 / 8 * 4 * 10**9 / SPEED
+    across = 5e-6 + 4 * 10**9 / 8 / (SPEED / 8)
+    assert costs.seconds(effect) == pytest.approx(within + across + within)
+    assert costs.all_reduce_ways(effect)[BY_NODE] == costs.seconds(effect)
+    flat = attrs.evolve(costs, gpus_per_node=None)
+    assert flat.seconds(effect) == pytest.approx(30 * (5e-6 + 4 * 10**9 / 16 / (SPEED / 8)))
+    small = attrs.evolve(effect, schema=Schema((TensorSchema("x", (1,), torch.float32),)))
+    assert costs.seconds(small) == costs.all_reduce_ways(small)[ONE_STEP] < costs.all_reduce_ways(small)[BY_NODE]
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.floats(1, 100), st.integers(1, 10**9))
+def test_a_sum_over_nodes_is_within_its_bounds(nodes: int, size: int, slower: float, count: int) -> None:
+    """Never slower than the ways without nodes, nor faster than the bytes that must leave a node (Patarasuk and Yuan)
+    take by all of its links at once."""
+    costs, effect = between(nodes, size, slower, count)
+    found = costs.seconds(effect)
+    assert found <= attrs.evolve(costs, gpus_per_node=None).seconds(effect)
+    assert found >= 2 * (nodes - 1) / nodes * 4 * count / size / (SPEED / slower) * (1 - 1e-9)
+    assert (BY_NODE in costs.all_reduce_ways(effect)) == (nodes > 1 and size > 1)
+
+
+def test_nodes_with_unequal_shares_of_the_ranks_have_no_phases() -> None:
+    costs, _ = between(2, 4, 8, 1)
+    assert BY_NODE not in costs.all_reduce_ways(AllReduce((2, 3, 4), schema=SCHEMA))
 
 
 def test_ranks_far_apart_take_longer() -> None:
