@@ -65,8 +65,11 @@ _model, _general, _prompts, _sampling, _measured, _load, _machine, _how, _networ
 )
 
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
-_EXPERTS = "what each rank of --tp has of a layer's experts (default: columns where these can be cut, else whole ones)"
-_SHARES = "ranks that share each layer, one process each (default 1); in all --pp times --tp"
+_EXPERTS = (
+    "how --tp splits a layer's experts: columns gives each process a slice of every expert, whole gives it some entire "
+    "experts (default: columns if they divide evenly, else whole)"
+)
+_SHARES = "tensor parallelism: processes that split each layer (default 1); the run has --pp times --tp processes"
 _LEAVES = (
     "parts that each sum is cut into, a power of two: the bits are then the same for any --tp that divides it; "
     "generate and verify need the same N (default 1)"
@@ -211,8 +214,8 @@ class Verify(RunOptions):
 @attrs.frozen(kw_only=True)
 class Serve(WeightOptions):
     """Serve a checkpoint over HTTP, by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /tokenize,
-    /health, /metrics. It listens on this machine alone unless --host says otherwise. SIGTERM and Ctrl-C let requests
-    end that are under way."""
+    /health, /metrics. It listens on this machine alone unless --host says otherwise. On SIGTERM or Ctrl-C it
+    finishes the running requests and then exits."""
 
     command, usage = "serve", "(MODEL | --preset NAME) [options]"
     summary = "serve a checkpoint over HTTP, by OpenAI's API"
@@ -294,16 +297,18 @@ class Bench(WeightOptions):
 
 @attrs.frozen(kw_only=True)
 class Plan(ModelOptions):
-    """Predict a decode loop over pipeline stages from config.json alone, without weights: tokens/s and what bounds
-    them, the split of the layers, the number of cohorts, the timeline, the programs. Costs are bytes over bandwidth."""
+    """Predict the speed of decoding over several GPUs from config.json alone, without weights: tokens/s and what bounds
+    them, whether it fits into memory, the best split of the layers, the best number of groups of requests that take
+    turns, and a timeline. A stage's time is the bytes that it reads divided by the memory bandwidth."""
 
     command, usage = "plan", "(--model DIR | --preset NAME) (--pp N [--tp N] | --gpus N) [options]"
     summary = "predict a pipeline from a config.json"
 
     pp: int | None = _general("pipeline stages", whole("N"))
-    tp: int = _general("ranks that share each layer (default 1)", whole("N"), 1)
+    tp: int = _general("tensor parallelism: GPUs that split each layer (default 1)", whole("N"), 1)
     gpus: int | None = _general("GPUs: try each --tp times --pp that uses all, and show the best", whole("N"))
     svg: str | None = _general("write a picture of the timeline, too", FILE)
+    programs: bool = _general("print the timeline's programs, too", SWITCH, False)
     requests: int = _load("requests that decode together", whole("R"), 128)
     context: int | None = _load("tokens before the new one (default 1024, or half of the positions)", whole("T", 0))
     cohorts: int | None = _load("groups of requests that take turns (default: the fastest number)", whole("C", 1, 1000))
@@ -313,7 +318,9 @@ class Plan(ModelOptions):
     link: float = _machine("bandwidth between two ranks (default: no limit)", LINK, math.inf)
     latency: float = _machine("microseconds of a transfer, whatever its size", LATENCY, 0)
     capacity: int = _machine("messages that an edge holds", whole("M"), 2)
-    kernel: float = _machine("microseconds of each kernel of a layer besides its reading (default 0)", LATENCY, 0)
+    kernel: float = _machine(
+        "microseconds that each of a layer's 11 kernels adds to the time of reading (default 0)", LATENCY, 0
+    )
     gpus_per_node: int | None = _machine("GPUs of a node (default: all are in one)", whole("N"))
     node_link: float | None = _machine("bandwidth between ranks of two nodes (default: as --link)", LINK)
     node_latency: float | None = _machine(

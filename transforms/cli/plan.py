@@ -1,4 +1,4 @@
-"""`weft plan`: predict a decode loop over stages and shares, from a config.json and a memory bandwidth alone."""
+"""`weft plan`: predict the speed of decoding over several GPUs, from a config.json and a memory bandwidth alone."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,13 @@ from weft.display.durations import duration
 from weft.display.quantities import counted
 from weft.effects import listing
 from weft.errors import ProgramError
+from weft.meshes.mesh import Mesh
 from weft.transforms.cli.options import Plan
 from weft.transforms.cli.printing import check_file, heading, show, write_file
 from weft.transforms.cli.ranks import read_config
 from weft.transforms.pipelines.drawing import LEAST_WIDTH
 from weft.transforms.pipelines.hardware import Machine
+from weft.transforms.pipelines.lanes import spread
 from weft.transforms.pipelines.prediction import NOTE, Prediction, predict_decode
 from weft.transforms.pipelines.splits import SplitPlan, plan_splits
 
@@ -92,6 +94,8 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
 
 def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Iterator[Any]:
     """The answer, then how it comes about."""
+    shards, stages = plan.load.num_shards, plan.load.num_stages
+    alike = () if shards == 1 else (f"Rank N stands for the {shards} ranks of stage N, which run alike.",)
     slowest, even = (max(stage["seconds"] for stage in split) for split in plan.splits.values())
     steps = f"{counted(options.steps, 'step')} of each of {counted(plan.chosen.cohorts, 'cohort')}"
     tried = {} if splits is None else {f"splits over {plan.num_gpus} GPUs (simulated)": (splits, *splits.left_out)}
@@ -103,8 +107,13 @@ def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Itera
             f"slowest stage: {duration(slowest)} balanced, {duration(even)} even ({even / slowest - 1:.1%} slower)",
         ),
         "numbers of cohorts, once the pipeline is full (each in its own best split)": (plan.cohorts,),
-        f"timeline of {steps}, from an empty pipeline": (plan.timeline.as_text(max(Console().width, LEAST_WIDTH)),),
-        "programs of this timeline, by rank": (listing(plan.programs),),
+        f"timeline of {steps}, from an empty pipeline": (
+            *alike,
+            plan.timeline.as_text(max(Console().width, LEAST_WIDTH)),
+        ),
     }
+    if options.programs:
+        lanes = spread(plan.programs, Mesh(pipeline=stages, tensor=shards))
+        parts_of["programs of this timeline, of the first rank of each stage"] = (listing(lanes[::shards]),)
     for title, parts in parts_of.items():
         yield from (heading(title), *parts, "")

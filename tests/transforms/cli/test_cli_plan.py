@@ -11,7 +11,7 @@ import pytest
 from cli_calls import Weft, assert_refused
 
 from weft.display.durations import duration
-from weft.effects import Program
+from weft.effects import Program, Send
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.params import num_bytes
@@ -163,12 +163,23 @@ def test_the_text_is_for_reading(run: Weft, folder: str) -> None:
         "timeline of 2 steps of each of 3 cohorts, from an empty pipeline\n",
         "    ms |0 ",
         "rank 1 ...",
-        "programs of this timeline, by rank\nrank 0 of 2\n  run stage 0 [mb 0]\n",
     ):
         assert part in out
-    places = [out.index(part) for part in ("prediction\n", "assumptions\n", "split of", "numbers of", "programs of")]
+    places = [out.index(part) for part in ("prediction\n", "assumptions\n", "split of", "numbers of", "timeline of")]
     assert places == sorted(places)
     assert places[0] == 0
+    assert "run stage" not in out
+
+
+def test_programs_are_printed_when_asked_for(run: Weft, folder: str) -> None:
+    """The first rank of each stage stands for those that share it; the ranks count all of them."""
+    code, out, _ = run("--model", folder, "--pp", "3", "--tp", "2", "--requests", "6", "--programs")
+    assert code == 0
+    assert "\nRank N stands for the 2 ranks of stage N, which run alike.\n" in out
+    _, text = out.split("programs of this timeline, of the first rank of each stage\n")
+    programs = [Program.parse(f"rank {one}") for one in text.strip().removeprefix("rank ").split("\nrank ")]
+    assert [(one.rank, one.num_ranks) for one in programs] == [(0, 6), (2, 6), (4, 6)]
+    assert [{effect.to for effect in one.effects if isinstance(effect, Send)} for one in programs] == [{2}, {4}, set()]
 
 
 def test_the_answer_is_the_figures_of_the_report(run: Weft, folder: str) -> None:
