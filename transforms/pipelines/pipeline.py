@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import Tensor
+
 from weft.arguments.checks import check_values, kind_of, names_arguments
 from weft.batch import Batch
 from weft.display.tables import text, titled
 from weft.donation import clone, declare_donated, donated_argnames
 from weft.effects import Program, listing, programs_html
-from weft.errors import ProgramError
+from weft.errors import MeshError, ProgramError
+from weft.meshes.mesh import Mesh
+from weft.meshes.replicas import differing, ranks_in_words
 from weft.ops.transfers.collective import Place, placed
 from weft.schema import Schema
 from weft.torchapi.private import in_dispatch_mode
@@ -47,6 +51,7 @@ from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.weaving import Schedule
 from weft.transforms.pipelines.worker import StageRun, Worker, call_advance, call_stage, put_batches, states_of
+from weft.trees import leaves_with_names
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -145,6 +150,7 @@ class Pipelined:
         self._returns = advance is not None or len(ranks) < self._all_ranks
         self._read_sources = functools.cache(functools.partial(_sources, self.stages, advance))
         self._checked_by_key: dict[Any, CheckedPrograms] = {}
+        self._has_compared = False
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
         self.programs()
@@ -248,9 +254,33 @@ class Pipelined:
         checked = self._check_programs(jobs, [class_text(batch) for batch in batches])
         put_batches(workers, batches, [after_first(batch) for batch in batches])
         self.transport.run(checked, workers, self.transport.mail(self._all_ranks))
-        kept = {mb: value for (_, mb), value in workers[-1].results.items()}
-        returned = workers[0].outputs if self._returns else kept | workers[-1].outputs
+        if self.mesh is not None and len(workers) == self._all_ranks:
+            self._compare_lanes(self.mesh, workers)
+        returned = self._outputs(workers[0 if self._returns else -1])
         return states_of(workers), [returned.get(mb) for mb in range(len(batches))]
+
+    def _outputs(self, worker: Worker) -> dict[int, Any]:
+        """The outputs of the pipeline that a rank has, by micro-batch."""
+        kept = {} if self._returns else {mb: value for (_, mb), value in worker.results.items()}
+        return kept | worker.outputs
+
+    def _compare_lanes(self, mesh: Mesh, workers: Sequence[Worker]) -> None:
+        """Raise MeshError where ranks that share the last stage return different outputs, of which the caller gets one.
+        Those on a GPU are compared in the first run alone, as the host waits for them. Ranks in other processes are not
+        compared: each returns its own."""
+        end = 0 if self._returns else self._num_ranks - 1
+        lanes = [worker for worker in workers if lane_rank(mesh, worker.rank) == end]
+        outputs = [self._outputs(worker) for worker in lanes]
+        for mb in outputs[0]:
+            for (name, first), *others in zip(*(leaves_with_names(own.get(mb)) for own in outputs), strict=False):
+                if self._has_compared and isinstance(first, Tensor) and first.device.type != "cpu":
+                    continue
+                if found := differing([first, *(leaf for _, leaf in others)]):
+                    ranks = ranks_in_words([lanes[index].rank for index in (0, *found)])
+                    seen = f"output{name} of micro-batch {mb}: {ranks} have different values"
+                    instead = "weft.all_reduce or weft.all_gather in the last stage, so that all of its ranks return it"
+                    raise MeshError(f"{self._text[:-1]}, mesh={mesh})(params, state, batch)", seen, instead)
+        self._has_compared = True
 
     def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
         check_entries("pipeline", len(self.stages), [index for index, _ in self._here], params, state, self.mesh)
@@ -334,7 +364,8 @@ def pipeline(
         mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along which ranks share each
             stage: the stage is then a function of one rank's part, as for `weft.shard`. It runs on `Threads` or
             `Distributed`. Nothing is cut for you: params and state have an entry for each rank that runs a stage here,
-            with that rank's part, stage by stage; and each rank of the first stage gets the whole batch.
+            with that rank's part, stage by stage; and each rank of the first stage gets the whole batch. All ranks that
+            share the last stage must return the same output.
 
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
@@ -344,8 +375,9 @@ def pipeline(
         through the collectives of a mesh.
 
     Raises:
-        ProgramError: an argument of a wrong kind, one function in the place of two stages that lends its results, or a
-            program that the check refuses.
+        ProgramError: an argument of a wrong kind; a program that the check refuses; or one function given for two
+            stages although it lends its results, which the second stage would overwrite.
+        MeshError: when called, if ranks in this process that share the last stage return different outputs.
 
     >>> print(pipeline([lambda p, s, batch, x: (s, batch + p), lambda p, s, batch, x: (s, x * p)], microbatches=1))
     rank 0 of 2

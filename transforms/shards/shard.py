@@ -8,20 +8,32 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from weft.arguments.checks import kind_of, names_arguments
 from weft.donation import refuse_donated
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import Partial, PerRank, Placement, Shard, is_placement, on_axes, part_of, whole_of
+from weft.meshes.placements import (
+    Partial,
+    PerRank,
+    Placement,
+    Replicate,
+    Shard,
+    is_placement,
+    on_axes,
+    part_of,
+    whole_of,
+)
+from weft.meshes.replicas import ranks_in_words, unequal_replicas
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import in_functorch_transform, switches
 from weft.transforms.graphs.outside import Outside
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.tracing import Trace, trace
-from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from weft.value_keys import value_key
 
 _MAX_TRACES = 1024
@@ -63,7 +75,7 @@ class Parts:
         return found
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Traces:
     """The traces of a function on all ranks, for arguments of one signature.
 
@@ -71,11 +83,14 @@ class Traces:
         by_rank: the traces.
         order: of their effects.
         outside: what they read that is not an argument.
+        alike: the leaves of the result of which ranks should have the same, by index, with the placement on each axis;
+            None: not yet known.
     """
 
     by_rank: tuple[Trace, ...]
     order: tuple[Step, ...]
     outside: Outside
+    alike: dict[int, Sequence[Placement]] | None = None
 
 
 class Sharded:
@@ -101,7 +116,9 @@ class Sharded:
         given = self._parts(self._positional(args, kwargs))
         traces = self._trace(given)
         made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call))
-        return self._join(traces.by_rank, made, given)
+        whole = self._join(traces.by_rank, made, given)
+        self._compare(traces, made)
+        return whole
 
     def programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
         """The checked program of each rank for arguments of this signature."""
@@ -219,6 +236,47 @@ class Sharded:
             seen = f"results of other structures on other ranks: {str(error).splitlines()[0]:.200}"
             raise MeshError(self._call, seen, "the same structure on every rank") from error
 
+    def _compare(self, traces: Traces, made: Sequence[Sequence[Any]]) -> None:
+        """Raise MeshError where ranks differ in what `out_placements` says that they have alike.
+
+        The first call with a signature compares all of it. Later ones skip what is on a GPU, for which the host would
+        wait, and arguments, written in place or not, as they may be large and change little.
+        """
+        first = traces.by_rank[0]
+        alike = self._alike(first) if traces.alike is None else traces.alike
+        for index, axes in alike.items():
+            leaves = [own[index] for own in made]
+            if found := next(unequal_replicas(leaves, axes, self.mesh), None):
+                axis, ranks = found
+                name = leaves_with_names(tree_unflatten(list(made[0]), first.structure))[index][0]
+                seen = f"result{name} is Replicate() along {axis!r}, and {ranks_in_words(ranks)} have different values"
+                instead = f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial() or Shard(dim)"
+                if not isinstance(leaves[0], Tensor):
+                    seen = f"result{name} is no tensor, and {ranks_in_words(ranks)} have different values"
+                    instead = "a value that is the same on all ranks; or PerRank() as its placement"
+                raise MeshError(self._call, seen, instead)
+        if traces.alike is None:
+            traces.alike = {
+                index: axes
+                for index, axes in alike.items()
+                if index not in first.arguments and isinstance(x := made[0][index], Tensor) and x.device.type == "cpu"
+            }
+
+    def _alike(self, first: Trace) -> dict[int, Sequence[Placement]]:
+        """The leaves of the result of which ranks should have the same; of one that is no tensor, all ranks."""
+        tree = tree_unflatten(list(first.leaves), first.structure)
+        placed, below, _ = self._each(self.out_placements, tree, "out_placements")
+        found, call = dict[int, Sequence[Placement]](), f"{self._call}: out_placements"
+        leaves = ((one, leaf) for one, own in zip(placed, below, strict=True) for leaf in tree_leaves(own))
+        for index, (placement, leaf) in enumerate(leaves):
+            if isinstance(placement, PerRank):
+                continue
+            is_tensor = isinstance(leaf, Node)
+            axes = on_axes(placement if is_tensor else Replicate(), self.mesh, call)
+            if Replicate() in axes:
+                found[index] = axes
+        return found
+
     def __repr__(self) -> str:
         return f"<Sharded {self._name} on {self.mesh}>"
 
@@ -255,7 +313,8 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
         it runs, and the collectives between them, checked before anything runs.
 
     Raises:
-        MeshError: placements that do not fit the mesh, or the arguments.
+        MeshError: placements that do not fit the mesh, or the arguments; or a result that is placed as `Replicate()`,
+            and of which ranks have different values.
         ProgramError: ranks that do not run the same collectives in the same order.
         CaptureError: a function that reads the values of tensors, writes one in place that is no argument, or draws
             random numbers.

@@ -57,6 +57,22 @@ def test_threads_run_the_lanes() -> None:
     assert torch.allclose(torch.stack(state), 2 + expected.sum(), atol=1e-4)
 
 
+@pytest.mark.parametrize("advances", [advance, None])
+def test_ranks_of_the_last_stage_that_return_different_outputs_are_refused(advances: Any) -> None:
+    params, x, _ = given()
+
+    def forgot(params: Tensor, state: Tensor, batch: Tensor, x: Tensor) -> Any:
+        return state, {"x": x, "y": x @ params}
+
+    add = advances and (lambda state, batch, out: state + out["y"].sum())
+    step = pipeline([first, forgot], microbatches=2, advance=add, transport=Threads(), mesh=MESH)
+    ranks = "ranks 0 and 1" if add else "ranks 2 and 3"
+    seen = f"output['y'] of micro-batch 0: {ranks} have different values"
+    instead = "weft.all_reduce or weft.all_gather in the last stage, so that all of its ranks return it"
+    with refused(MeshError, f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)", seen, instead):
+        step(params, [torch.zeros(())] * 4, x)
+
+
 def test_entries_are_counted_by_ranks() -> None:
     params, x, _ = given()
     step = pipeline([first, second], transport=Threads(), mesh=MESH)
