@@ -133,6 +133,30 @@ def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Coll
     return None
 
 
+def impossible(effect: Collective) -> tuple[str, str] | None:
+    """The reason why no ranks can perform a collective on tensors of its schema, and what they can; None: they can, as
+    far as the schema and its dimensions are known."""
+    if effect.schema is None:
+        return None
+    seen, count = f"'{effect}'", len(effect.ranks)
+    if len(effect.schema.tensors) != 1:
+        return f"{seen} of {len(effect.schema.tensors)} tensors", "one tensor"
+    dims, cut_dim, used = effect.schema.tensors[0].dims, None, tuple[int, ...]()
+    match effect:
+        case AllGather(dim=dim):
+            used = (dim,)
+        case ReduceScatter(dim=dim):
+            cut_dim, used = dim, (dim,)
+        case AllToAll(split_dim=split, concat_dim=concat):
+            cut_dim, used = split, (split, concat)
+    if wrong := [dim for dim in used if not -len(dims) <= dim < len(dims)]:
+        return f"{seen} along dimension {wrong[0]} of {len(dims)}", "one of its dimensions"
+    size = None if cut_dim is None else dims[cut_dim]
+    if isinstance(size, int) and size % count:
+        return f"{seen}, which cuts {size} into {count} parts", f"a dimension {cut_dim} that is a multiple of {count}"
+    return None
+
+
 def with_schema(effect: Collective, x: Tensor) -> Collective:
     """The collective with the schema of a rank's tensor."""
     return attrs.evolve(effect, schema=Schema((TensorSchema("x", tuple(map(int, x.shape)), x.dtype),)))

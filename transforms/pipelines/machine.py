@@ -13,7 +13,7 @@ import attrs
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import Collective
+from weft.meshes.collectives import Collective, impossible
 
 _TOGETHER = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
 
@@ -167,9 +167,12 @@ class Machine:
         self.at[step.rank] += 1
 
     def stray(self) -> ProgramError | None:
-        """The error for a collective whose ranks are not different ones of these programs, its own among them; None if
-        there is none."""
+        """The error for a collective whose ranks are not different ones of these programs, its own among them, or
+        which its tensor's shape does not allow; None if there is none."""
         for rank, (program, meetings) in enumerate(zip(self.programs, self._meetings, strict=True)):
+            for effect in program.effects:
+                if isinstance(effect, Collective) and (mistake := impossible(effect)):
+                    return ProgramError(self.call, f"rank {rank}: {mistake[0]}", mistake[1])
             for ranks, (first, *_) in meetings.items():
                 if rank in ranks and len({*ranks} & {*range(len(self.programs))}) == len(ranks):
                     continue

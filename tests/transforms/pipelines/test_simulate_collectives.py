@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import Phase, given, settings, strategies as st
+from refusal import refused
 from ticking import Ticking, costs_of, prices, programs_of_any_kind
 
 import weft
@@ -27,11 +28,13 @@ from weft.effects import (
     Schema,
     Send,
     TensorSchema,
+    parse_listing,
 )
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.costs import BY_NODE, ONE_STEP, Costs
 from weft.transforms.pipelines.hardware import Machine
 from weft.transforms.pipelines.lanes import lane_rank, spread
+from weft.transforms.pipelines.machine import interleave
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import _Clocks, simulate
@@ -55,6 +58,38 @@ def test_a_collective_among_other_ranks_is_refused(ranks: tuple[int, ...]) -> No
         ProgramError, match=r"saw: rank 0: 'all_reduce .*\n  instead: different ranks from 0 to 1, and 0 "
     ):
         simulate(programs, Costs())
+
+
+IMPOSSIBLE: dict[str, tuple[str, str]] = {
+    "reduce_scatter sum dim 0 among 0, 1 [mb 0]: x[5] float32": (
+        "which cuts 5 into 2 parts",
+        "a dimension 0 that is a multiple of 2",
+    ),
+    "all_to_all dim -1 to 0 among 0, 1 [mb 0]: x[4, 3] float32": (
+        "which cuts 3 into 2 parts",
+        "a dimension -1 that is a multiple of 2",
+    ),
+    "all_to_all dim 0 to 2 among 0, 1 [mb 0]: x[4, 3] float32": ("along dimension 2 of 2", "one of its dimensions"),
+    "all_gather dim 0 among 0, 1 [mb 0]: x[] float32": ("along dimension 0 of 0", "one of its dimensions"),
+    "all_reduce sum among 0, 1 [mb 0]: x[2] float32, y[2] float32": ("of 2 tensors", "one tensor"),
+}
+POSSIBLE = (
+    "reduce_scatter sum dim -1 among 0, 1 [mb 0]: x[5, 4] float32",
+    "reduce_scatter sum dim 0 among 0, 1 [mb 0]: x[num_tokens] float32",
+    "all_to_all dim 0 to 1 among 0, 1 [mb 0]: x[4, 3] float32",
+    "reduce_scatter sum dim 7 among 0, 1 [mb 0]",
+)
+
+
+@pytest.mark.parametrize("text", [*IMPOSSIBLE, *POSSIBLE])
+def test_a_collective_that_its_shape_does_not_allow_is_refused(text: str) -> None:
+    programs = parse_listing("\n".join(f"rank {rank} of 2\n  {text}" for rank in range(2)))
+    if text in POSSIBLE:
+        assert len(list(interleave(programs))) == 2
+        return
+    seen, instead = IMPOSSIBLE[text]
+    with refused(ProgramError, "check of 2 programs", f"rank 0: '{text}'<any>{seen}", instead):
+        list(interleave(programs))
 
 
 def test_it_begins_when_the_last_rank_has_come_and_ends_on_all_at_once() -> None:
