@@ -283,7 +283,7 @@ class Sharded:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
     return value_key(leaf)
 
 

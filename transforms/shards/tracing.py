@@ -15,7 +15,7 @@ from weft.errors import CaptureError, DerivativeError
 from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.torchapi.private import VIEWS, DispatchMode, schema_of, storage_id, without_modes
+from weft.torchapi.private import VIEWS, DispatchMode, schema_of, seen_as, storage_id, without_modes
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -159,8 +159,9 @@ _DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _example(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, strides, dtype and device, without memory of its own to speak of."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    """A tensor of the same shape, strides, dtype, device, and conjugate and negative bit."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return seen_as(made, tensor)
 
 
 def _cut(graph: GraphModule) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, Collective], ...]]:

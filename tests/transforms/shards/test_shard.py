@@ -314,6 +314,25 @@ def test_values_that_are_no_tensors_pass() -> None:
     assert step(torch.ones(2), 4, "n")[0].tolist() == [4, 4]
 
 
+LAZY: dict[str, Any] = {"conj": torch.Tensor.conj, "neg": lambda x: x.conj().imag}
+
+
+def parts(x: Tensor) -> Tensor:
+    """The real and imaginary part, as an operator that takes no conjugates gives them."""
+    return torch.view_as_real(x.resolve_conj()) * 2 if x.is_complex() else x.resolve_neg().view(torch.int32) * 1
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_conjugate_and_a_negative_have_traces_of_their_own(name: str) -> None:
+    """They have the shape, strides and dtype of a tensor that is neither, and other bits."""
+    one = LAZY[name](torch.complex(torch.arange(4.0), torch.arange(4.0) + 1))
+    assert one.is_conj() or one.is_neg()
+    plain = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype).copy_(one)
+    step = weft.shard(parts, TWO, weft.Shard(0), weft.Shard(0))
+    for given in (plain, one, plain):
+        assert torch.equal(step(given), parts(plain))
+
+
 def test_programs_print_and_parse_back() -> None:
     given = tensors()
     step = weft.shard(lambda own, x: weft.all_reduce(mlp(own, x), "tensor"), TWO,
