@@ -15,7 +15,7 @@ from weft.errors import CaptureError, DerivativeError
 from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.torchapi.private import VIEWS, DispatchMode, schema_of, seen_as, storage_id, without_modes
+from weft.torchapi.private import VIEWS, DispatchMode, FunctionMode, schema_of, seen_as, storage_id, without_modes
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -77,7 +77,8 @@ def trace(
     Raises:
         CaptureError: the function reads the values of tensors, writes one in place that is no argument, or draws random
             numbers, which would be others on each number of ranks.
-        DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value.
+        DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value; or it
+            registers a hook on a tensor, which would not be part of the trace.
     """
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     returned: list[tuple[list[Any], TreeSpec]] = []
@@ -87,7 +88,8 @@ def trace(
         own = list(leaves)
         for index, tensor in zip(places, tensors, strict=True):
             own[index] = tensor.requires_grad_() if grads and tensor.is_floating_point() else tensor
-        with placed(Place(mesh, rank, differentiated=grads)), cuts if grads else contextlib.nullcontext():
+        watched = cuts if grads else contextlib.nullcontext()
+        with placed(Place(mesh, rank, differentiated=grads)), watched, _RefusingHooks(name):
             out = fn(*tree_unflatten(own, structure))
         returned.append(tree_flatten(out))
         return [leaf for leaf in returned[-1][0] if isinstance(leaf, Tensor)]
@@ -153,6 +155,24 @@ class _Cuts(DispatchMode):
             if made and any(isinstance(x, Tensor) and x.requires_grad for x in given):
                 self.first = str(func)
         return out
+
+
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+class _RefusingHooks(FunctionMode):
+    """Refuses hooks on tensors."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOOKS:
+            seen = f"{func.__name__} on a tensor {list(args[0].shape)} inside it, which its trace would lose"
+            instead = "the hook outside, on an argument or on a result"
+            raise DerivativeError(f"weft.shard({self.name}, ...)", seen, instead)
+        return func(*args, **(kwargs or {}))
 
 
 _DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

@@ -213,6 +213,27 @@ def test_what_autograd_would_follow_in_the_trace_alone_is_refused(f: Any, op: st
         step(x.requires_grad_())
 
 
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_a_trace_would_lose_is_refused(name: str) -> None:
+    def f(x: Tensor) -> Tensor:
+        getattr(x if name != "register_hook" else x * 2, name)(lambda grad: None)
+        return x
+
+    seen = f"{name} on a tensor [2] inside it, which its trace would lose"
+    with refused(DerivativeError, "weft.shard(f, ...)", seen, "the hook outside, on an argument or on a result"):
+        weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(4, requires_grad=True))
+
+
+def test_a_hook_outside_is_kept() -> None:
+    found = list[Tensor]()
+    x = torch.ones(4, requires_grad=True)
+    y = weft.shard(lambda x: x * 2, TWO, weft.Shard(0), weft.Shard(0))(x)
+    y.register_hook(lambda grad: found.append(grad) or grad * 10)
+    y.sum().backward()
+    assert x.grad is not None
+    assert (len(found), x.grad.tolist()) == (1, [20] * 4)
+
+
 def test_detached_values_and_masks_have_no_gradient() -> None:
     def f(x: Tensor) -> Tensor:
         with torch.no_grad():
