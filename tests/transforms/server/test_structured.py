@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings, strategies as st
+from refusal import refused
 from serving import Served, served
 
+from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.transforms.engine.options import EngineLimits
+from weft.transforms.server.grammars.masks import grammar_compiler
 
 httpx = pytest.importorskip("httpx")
 jsonschema = pytest.importorskip("jsonschema")
@@ -85,6 +89,22 @@ def test_other_grammars(server: Served) -> None:
     [choice] = ask(server, response_format={"type": "json_object"}, max_tokens=40, temperature=0)
     assert choice["text"].lstrip().startswith("{")
     assert ask(server, response_format={"type": "text"}, max_tokens=4) != []
+
+
+@pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "regex", "regex": "a+"}])
+def test_a_model_without_an_end_is_refused_at_once(form: dict[str, str]) -> None:
+    """After a complete answer the mask would allow no token."""
+    model = load(DEMO, "cpu", "float32")
+    endless = attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=()))
+    seen = "<any>, which has no end-of-sequence token that could follow a complete answer"
+    instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
+    with refused(RequestError, f"response_format of type '{form['type']}'", seen, instead):
+        grammar_compiler(endless)(form)
+    with served(endless, limits=EngineLimits(max_num_reqs=2, max_num_tokens=64, max_model_len=64)) as server:
+        body = {"prompt": "The function", "max_tokens": 4}
+        found = httpx.post(f"{server.url}/v1/completions", json={**body, "response_format": form}, timeout=60)
+        assert (found.status_code, instead in found.text) == (400, True)
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
 @pytest.fixture

@@ -134,7 +134,11 @@ def _tokens_of(model: Model) -> Tokens:
 
 
 def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> CompileGrammar:
-    """Compiles `response_format`s for a model; XGrammar reads the vocabulary at the first one."""
+    """Compiles `response_format`s for a model; XGrammar reads the vocabulary at the first one.
+
+    The function that it returns raises RequestError for a model without an end-of-sequence token, since nothing could
+    follow a complete answer.
+    """
 
     @functools.cache
     def grammars() -> Grammars:
@@ -142,7 +146,14 @@ def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> Compi
 
         return Grammars(_tokens_of(model), limits or GrammarLimits())
 
-    return lambda form: grammars().compile(form)
+    def compile_grammar(form: Mapping[str, Any]) -> str:
+        if not model.config.eos_token_ids:
+            seen = f"the model {model.path.name!r}, which has no end-of-sequence token that could follow a complete answer"
+            instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
+            raise RequestError(f"response_format of type {form['type']!r}", seen, instead)
+        return grammars().compile(form)
+
+    return compile_grammar
 
 
 def mask_maker(model: Model, num_ranks: int = 1) -> MakeMask:
