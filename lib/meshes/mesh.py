@@ -18,7 +18,7 @@ class Mesh:
         sizes: the number of ranks along each axis, by its name.
 
     Raises:
-        MeshError: no axis, or a size that is not a number >= 1.
+        MeshError: there is no axis, or the size of an axis is not a whole number >= 1.
 
     >>> mesh = Mesh(pipeline=2, tensor=2)
     >>> mesh.num_ranks, mesh.coordinates(3), mesh.group(3, "tensor")

@@ -17,7 +17,7 @@
 | `loops()` | a loop on integers for `weft.while_loop`, and what it gives |
 | `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
 | `hazards()` | code that a graph would get wrong if weft did not notice it |
-| `meshes()` | a `weft.Mesh` of one or two axes |
+| `meshes()`, `meshes(axes=("data", "tensor"))` | a `weft.Mesh` of one or two axes, or of these |
 | `rank_functions()` | a random function of one rank's part, with collectives, and the same without ranks |
 | `disagreements()` | such a function whose collectives are others on one rank |
 | `shared_scenarios()` | a scenario, and a number of ranks that can share its model's layers |

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.donation import donates
+from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, Placement, Placements, Replicate, Shard
 from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size, reduce_scatter
@@ -75,11 +76,28 @@ def as_stage(step: Callable[..., Any]) -> Callable[..., Any]:
     return stage
 
 
+_SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((2,), (3,), (4,)),
+    2: ((2, 2), (2, 3), (3, 2)),
+    3: ((2, 2, 2), (1, 2, 3), (2, 1, 2)),
+}
+"""The sizes of the axes of a mesh, by the number of axes."""
+
+
 @st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    """One axis of 2 to 4 ranks, or two axes of 4 or 6 together."""
-    sizes = draw(st.sampled_from(((2,), (3,), (4,), (2, 2), (2, 3), (3, 2))))
-    return Mesh(**dict(zip(("data", "tensor")[-len(sizes) :], sizes, strict=True)))
+def meshes(draw: st.DrawFn, axes: Sequence[str] | None = None) -> Mesh:
+    """A mesh with these axes, of at most 8 ranks.
+
+    Args:
+        axes: the names of one to three axes, in order; None: `tensor`, or `data` and `tensor`.
+
+    Raises:
+        MeshError: no axis, or more than three, or one twice.
+    """
+    if axes is not None and (len(axes) not in _SIZES or len({*axes}) < len(axes)):
+        raise MeshError(f"meshes(axes={axes!r})", f"{len(axes)} axes, {len({*axes})} of them different", "1 to 3 names")
+    given = draw(st.sampled_from((("tensor",), ("data", "tensor")))) if axes is None else axes
+    return Mesh(**dict(zip(given, draw(st.sampled_from(_SIZES[len(given)])), strict=True)))
 
 
 @attrs.define(eq=False)

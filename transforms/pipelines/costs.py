@@ -35,7 +35,7 @@ BY_NODE = "in three phases: within nodes, between them, within"
 
 @attrs.frozen
 class Costs:
-    """The costs of effects, in seconds and bytes.
+    """The time of each effect in seconds, and the size of each message in bytes, for `simulate`.
 
     In a collective of `n` ranks, each rank sends to each other what it needs, in one step: this takes one latency, and
     the time of `n - 1` times the rank's bytes, or the `n`-th part of that in `ReduceScatter` and `AllToAll`.

@@ -148,7 +148,9 @@ def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> Compi
 
     def compile_grammar(form: Mapping[str, Any]) -> str:
         if not model.config.eos_token_ids:
-            seen = f"the model {model.path.name!r}, which has no end-of-sequence token that could follow a complete answer"
+            seen = (
+                f"the model {model.path.name!r}, which has no end-of-sequence token that could follow a complete answer"
+            )
             instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
             raise RequestError(f"response_format of type {form['type']!r}", seen, instead)
         return grammars().compile(form)
