@@ -1,4 +1,5 @@
-"""A plugin for pytest: Hypothesis profiles for laws, tests that need a GPU, and failures whose code can be pasted.
+"""A plugin for pytest: Hypothesis profiles for laws, tests that need a GPU, failures whose code can be pasted, and
+none of torch's traces in pytest's logs.
 
 pytest loads it where weft is installed; it imports neither torch nor Hypothesis before a test of yours does, or asks
 for a profile.
@@ -15,8 +16,12 @@ for a profile.
         weft.proofs.check(step, given=..., device=weft_device)
 
 A failure of `assert_equivalent` or of `check` shows the arguments below the traceback, as they are to be pasted.
+
+torch's logger of structured traces makes texts of stacks and graphs wherever it has a handler, and pytest gives it
+three. The plugin takes those away again; a file that TORCH_TRACE names is written as ever.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Generator
@@ -80,6 +85,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def weft_device(request: pytest.FixtureRequest) -> str:
     """Where a law is checked: on tapes everywhere, on CUDA graphs where there is a GPU."""
     return str(request.param)
+
+
+def _without_traces() -> None:
+    """Take pytest's handlers off torch's logger of structured traces. pytest 9 adds its own in every phase of a test to
+    loggers that do not propagate, and torch asks this one for handlers, not for a level, before it makes a text."""
+    traces = logging.getLogger("torch.__trace")
+    for handler in traces.handlers[:]:
+        if type(handler).__module__ == "_pytest.logging":
+            traces.removeHandler(handler)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.hookimpl(tryfirst=True)(_without_traces)
 
 
 @pytest.hookimpl(wrapper=True)

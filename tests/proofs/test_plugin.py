@@ -62,6 +62,32 @@ def test_gpu():
     pass
 """
 
+TRACES = """
+import logging
+import pytest
+from torch._logging import trace_structured
+
+logging.getLogger("quiet").propagate = False
+trace_structured("artifact")  # torch's own handler leaves at the first trace, if no file is asked for
+made = []
+
+def trace(phase):
+    trace_structured("artifact", payload_fn=lambda: made.append(phase) or phase)
+
+@pytest.fixture
+def traced():
+    trace("setup")
+    yield
+    trace("teardown")
+
+def test_traces(traced, caplog):
+    trace("call")
+    logging.getLogger("quiet").warning("heard")
+    assert "heard" in caplog.text
+
+def test_none_was_made():
+    assert made == []
+"""
 
 OPTIONS = ("-p", "weft.proofs.plugin", "-p", "no:cacheprovider")
 
@@ -146,6 +172,20 @@ def test_what_needs_a_gpu(pytester: pytest.Pytester) -> None:
     counts = {"passed": 1, "skipped": 2} if not torch.cuda.is_available() else {"passed": 2, "failed": 1}
     run_here(pytester, "--strict-markers").assert_outcomes(**counts)
     run_here(pytester, "-m", "not gpu").assert_outcomes(passed=1, deselected=2)
+
+
+def test_pytest_does_not_have_torch_make_traces(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_TRACE", raising=False)
+    pytester.makepyfile(TRACES)
+    run(pytester, "--log-file=log.txt", "--log-cli-level=DEBUG").assert_outcomes(passed=2)
+
+
+def test_a_file_of_traces_is_written(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_TRACE", str(pytester.path / "traces"))
+    pytester.makepyfile(TRACES)
+    run(pytester, "-k", "test_traces").assert_outcomes(passed=1, deselected=1)
+    [file] = (pytester.path / "traces").iterdir()
+    assert [word for word in ("setup", "call", "teardown") if f"\t{word}\n" not in file.read_text()] == []
 
 
 def test_it_imports_neither_torch_nor_hypothesis(pytester: pytest.Pytester) -> None:
