@@ -108,3 +108,9 @@ def _draw_few(item: pytest.Item) -> None:
 def runs_all(pytestconfig: pytest.Config) -> bool:
     """Whether the run is that of `--all` or `--nightly`."""
     return runs_everything(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def runs_nightly(pytestconfig: pytest.Config) -> bool:
+    """Whether the run is that of `--nightly`."""
+    return bool(pytestconfig.getoption("nightly"))

@@ -1,7 +1,7 @@
 """Engines whose sums are cut into leaves give the same bits on 1, 2 and 4 ranks that share layers, and on 2 x 2 ranks,
 however their requests are batched."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -44,18 +44,27 @@ def alone() -> dict[str, Any]:
     return {name: run(asked, model_of(asked.kind, **asked.model))[0] for name, asked in EVERY.items()}
 
 
-SPLITS = [pytest.param((2, 2), id="tp 2"), pytest.param((4, 4), id="tp 4"), pytest.param((2, 4), id="tp 2 x pp 2")]
+ON_STAGES = "graphs", "prompt logprobs", "adapters", "bfloat16, batched otherwise"
+SPLITS = {"tp 2": (2, 2, tuple(EVERY)), "tp 4": (4, 4, tuple(EVERY)), "tp 2 x pp 2": (2, 4, ON_STAGES)}
+"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has all."""
+CASES = [
+    pytest.param(split, name, id=f"{split}-{name}", marks=pytest.mark.slow if name in own else pytest.mark.nightly)
+    for split, (*_, own) in SPLITS.items()
+    for name in EVERY
+]
 
 
-@pytest.fixture(scope="module", params=SPLITS)
-def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return found_by(*request.param)
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest, runs_nightly: bool) -> list[dict[str, Any]]:
+    tensor, ranks, own = SPLITS[request.param]
+    return found_by(tensor, ranks, EVERY if runs_nightly else own)
 
 
-def found_by(tensor: int, ranks: int, backend: str = "gloo") -> list[dict[str, Any]]:
-    """The completions of all engines on each rank, by the engine's name."""
-    in_float32 = {name: asked for name, asked in EVERY.items() if "dtype" not in asked.model}
-    others = {name: asked for name, asked in EVERY.items() if name not in in_float32}
+def found_by(tensor: int, ranks: int, names: Iterable[str] = EVERY, backend: str = "gloo") -> list[dict[str, Any]]:
+    """The completions of engines on each rank, by the engine's name."""
+    every = {name: EVERY[name] for name in names}
+    in_float32 = {name: asked for name, asked in every.items() if "dtype" not in asked.model}
+    others = {name: asked for name, asked in every.items() if name not in in_float32}
     # A transport's messages of one class of batch have one dtype.
     found = [launch(run_rank, ranks, asked, tensor, backend, timeout=180) for asked in (in_float32, others)]
     return [{**one, **other} for one, other in zip(*found, strict=True)]
@@ -64,18 +73,18 @@ def found_by(tensor: int, ranks: int, backend: str = "gloo") -> list[dict[str, A
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_any_number_of_gpus_says_the_same_bits(split: tuple[int, int], backend: str) -> None:
-    if torch.cuda.device_count() < split[1]:
+def test_any_number_of_gpus_says_the_same_bits(split: str, backend: str) -> None:
+    tensor, ranks, _ = SPLITS[split]
+    if torch.cuda.device_count() < ranks:
         pytest.skip(f"{torch.cuda.device_count()} GPUs")
-    every = found_by(*split, backend)
+    every = found_by(tensor, ranks, backend=backend)
     with torch.device("cuda:0"):
         for name, asked in EVERY.items():
             wanted = run(asked, model_of(asked.kind, **asked.model))[0]
             assert all(found[name][0] == wanted for found in every), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("shared", "name"), CASES, indirect=["shared"])
 def test_any_number_of_ranks_says_the_same_bits(
     name: str, alone: Mapping[str, Any], shared: list[dict[str, Any]]
 ) -> None:

@@ -64,16 +64,36 @@ EVERY: dict[str, Asked] = {
 }
 
 
+ON_STAGES = (
+    "graphs", "tied", "whole experts in FP8", "prompt logprobs", "preemption", "adapters", "images", "update of tied",
+    "update of adapters", "lookup", "draft model", "beside", "changed prompts", "run ahead",
+)  # fmt: skip
+"""What stages change: embeddings at both ends, pages and adapters per stage, and what travels beside activations."""
+ON_FOUR = (
+    "graphs", "one kv head", "biases", "experts", "whole experts", "fp8 cache", "adapters of one kv head", "windows",
+    "update of biases", "update of whole experts in FP8", "draft model", "many requests",
+)  # fmt: skip
+"""What more ranks than key-value heads, and fewer columns or experts on each, change."""
+SPLITS = {"tp 2": (2, 2, tuple(EVERY)), "tp 2 x pp 2": (2, 4, ON_STAGES), "tp 4": (4, 4, ON_FOUR)}
+"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has all."""
+CASES = [
+    pytest.param(split, name, id=f"{split}-{name}", marks=pytest.mark.slow if name in own else pytest.mark.nightly)
+    for split, (*_, own) in SPLITS.items()
+    for name in EVERY
+]
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     torch.set_num_threads(1)
     return {name: run(asked, model_of(asked.kind, **asked.model)) for name, asked in EVERY.items()}
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (2, 4), (4, 4)], ids=["tp 2", "tp 2 x pp 2", "tp 4"])
-def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    tensor, ranks = request.param
-    return launch(run_rank, ranks, EVERY, tensor, timeout=120)
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest, runs_nightly: bool) -> list[dict[str, Any]]:
+    tensor, ranks, own = SPLITS[request.param]
+    every = {name: EVERY[name] for name in (EVERY if runs_nightly else own)}
+    return launch(run_rank, ranks, every, tensor, timeout=120)
 
 
 def flat(values: Any) -> list[float]:
@@ -98,8 +118,7 @@ def assert_said(name: str, wanted: tuple[Any, Any], shared: list[dict[str, Any]]
         assert found == shared[0][name][0], "all ranks return the same bits"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("shared", "name"), CASES, indirect=["shared"])
 def test_ranks_that_share_layers_say_what_one_process_says(
     name: str, alone: dict[str, Any], shared: list[dict[str, Any]]
 ) -> None:
@@ -108,9 +127,9 @@ def test_ranks_that_share_layers_say_what_one_process_says(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize("split", [(2, 2), (2, 4), (4, 4)], ids=["tp 2", "tp 2 x pp 2", "tp 4"])
-def test_gpus_that_share_layers_say_what_one_says(split: tuple[int, int], backend: str) -> None:
-    tensor, ranks = split
+@pytest.mark.parametrize("split", SPLITS)
+def test_gpus_that_share_layers_say_what_one_says(split: str, backend: str) -> None:
+    tensor, ranks, _ = SPLITS[split]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{torch.cuda.device_count()} GPUs")
     names = [name for name in EVERY if tensor == 2 or EVERY[name].kind != "one kv head"]

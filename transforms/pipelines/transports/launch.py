@@ -38,6 +38,11 @@ _GRACE = 5.0
 """Seconds beyond the time-out in which the other ranks may end by themselves after one failed."""
 _BLAMED_GRACE = 2.0
 """Seconds in which a rank may end after all others have ended and blamed it: it may have stalled."""
+_IMPORTED = [
+    "weft.transforms.pipelines.transports.distributed",
+    "weft.transforms.engine.generate",
+    "torch.distributed.tensor",  # of torch's, at the first operator in a mode: with sympy over a second
+]
 _READ = "see what they printed: most likely importing the script failed"
 _NEEDS_GUARD = 'in a script, call launch under `if __name__ == "__main__":`'
 _RULES: dict[str, Rule] = {
@@ -84,9 +89,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     check_timeout("launch", timeout)
     store, secret = host_store(LOOPBACK, max(timeout, _GRACE)), Secret.fresh()
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
-    context.set_forkserver_preload(
-        ["weft.transforms.pipelines.transports.distributed", "weft.transforms.engine.generate"]
-    )
+    context.set_forkserver_preload(_IMPORTED)
     started: list[tuple[BaseProcess, Connection]] = []
     try:
         with _explain_start_errors(call), _forkserver_running(started):
