@@ -1,9 +1,10 @@
 """Settings for every test: one thread per process, no network, and `--all`, without which a run is short.
 
 `pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its stored case, one
-process test of each kind. `pytest --all` takes a quarter of an hour: all examples, a search for each mutant that is
-found soon, and the tests marked `slow`. `pytest --nightly` adds the long searches and the long proofs by z3, marked
-`nightly`; `.ci/nightly` runs it.
+process test of each kind. `pytest --all` takes a quarter of an hour: more examples, a search for one mutant of each
+law, and the tests marked `slow`. `pytest --nightly` adds what is marked `nightly`: more examples still, a search for
+every mutant, the long proofs by z3, and cases over processes whose class another case in `--all` has; `.ci/nightly`
+runs it.
 """
 
 import gc

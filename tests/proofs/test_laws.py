@@ -5,8 +5,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.proofs.suite import LAWS, Law
 
-FEW, EXAMPLES = 10, 60
-"""The numbers of cases per law of weight 1: in a short run, and with `--all`."""
+FEW, EXAMPLES, MANY = 10, 40, 120
+"""The numbers of cases per law of weight 1: in a short run, with `--all`, and with `--nightly`."""
 EXAMPLES_GPU = 25
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
@@ -25,8 +25,8 @@ def _check(law: Law, device: str, examples: int) -> None:
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_law_on_the_tape(law: Law, runs_all: bool) -> None:
-    _check(law, "cpu", EXAMPLES if runs_all else FEW)
+def test_law_on_the_tape(law: Law, runs_all: bool, runs_nightly: bool) -> None:
+    _check(law, "cpu", MANY if runs_nightly else EXAMPLES if runs_all else FEW)
 
 
 @pytest.mark.gpu

@@ -202,8 +202,13 @@ def stream(url: str, **body: Any) -> Any:
     return urllib.request.urlopen(urllib.request.Request(f"{url}/completions", raw), timeout=60)
 
 
+NIGHTLY = pytest.mark.nightly
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--pp", "2"), ("--tp", "2")])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), marks=NIGHTLY), pytest.param(("--pp", "2"), marks=NIGHTLY), ("--tp", "2")]
+)
 def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) -> None:
     with serving(*flags) as (process, url), stream(url, max_tokens=480, n=4) as found:
         assert found.readline().startswith(b"data: ")
@@ -222,7 +227,7 @@ def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [pytest.param(signal.SIGTERM, marks=NIGHTLY), signal.SIGINT])
 def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
     with serving() as (process, url), stream(url, max_tokens=480, n=4) as found:
         assert found.readline().startswith(b"data: ")
@@ -247,7 +252,15 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the rank's process in /proc")
-@pytest.mark.parametrize(("is_busy", "split"), [(True, "--pp"), (False, "--pp"), (True, "--tp"), (False, "--tp")])
+@pytest.mark.parametrize(
+    ("is_busy", "split"),
+    [
+        pytest.param(True, "--pp", marks=NIGHTLY),
+        (False, "--pp"),
+        (True, "--tp"),
+        pytest.param(False, "--tp", marks=NIGHTLY),
+    ],
+)
 def test_a_rank_that_dies_ends_the_server_and_is_named(is_busy: bool, split: str) -> None:
     with serving(split, "2", "--timeout", "4") as (process, url):
         own = [
