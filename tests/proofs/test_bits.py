@@ -71,10 +71,11 @@ def check_on_ranks(cases: list[InvariantLoad]) -> int:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_over_processes_are_of_the_request(num_ranks: int, runs_nightly: bool) -> None:
     """One case of each kind of model; with `--nightly` three."""
-    cases = draw_cases(600 if runs_nightly else 200, stages=(num_ranks, num_ranks))
+    cases = draw_cases(600, stages=(num_ranks, num_ranks))
     each = 3 if runs_nightly else 1
     by_kind = [[case for case in cases if case.kind == kind] for kind in INVARIANT_MODELS]
     chosen = [case for own in by_kind for case in sorted(own, key=has_image)[-each:]]
+    assert {case.kind for case in chosen} == set(INVARIANT_MODELS)
     assert any(map(has_image, chosen))
     assert launch(check_on_ranks, num_ranks, chosen) == [len(chosen)] * num_ranks
 
