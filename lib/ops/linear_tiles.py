@@ -39,8 +39,8 @@ TILES: dict[bool, tuple[tuple[int, int, int, int, int], ...]] = {
         (128, 64, 128, 4, 3), (128, 64, 128, 4, 4), (128, 64, 128, 4, 5), (64, 128, 128, 4, 3),
     ),
 }  # fmt: skip
-"""Rows, tokens, columns, warps and stages, by whether in FP8: the tiles that the search cannot do without. Of 97 that
-were timed, each of the others came within 1 % of one of these wherever it was best."""
+"""Rows, tokens, columns, warps and stages, by whether in FP8: those of 97 that were timed without which many products
+would be slower. In 1,303 of 1,315 measured products the best of these is within 1 % of the best of all."""
 
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _PART_COLUMNS = 256
@@ -92,7 +92,7 @@ def library_lacks() -> str | None:
 
 
 def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
-    """The tiles of a linear layer with weights `[rows, columns]` that are worth a thought, each in several parts.
+    """The tiles of a linear layer with weights `[rows, columns]` that may be the best one, each in several parts.
 
     A tile is left out if it is mostly empty, or if it reads the weights more than twice though its programs would be
     enough without; a number of parts, if its programs are too few though more are possible, or too many.

@@ -1,6 +1,7 @@
 """The tiles of linear layers: near the best of all that was measured, for shapes that the model has not seen."""
 
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,12 @@ def test_the_doctor_says_how_tiles_are_chosen(monkeypatch: pytest.MonkeyPatch, f
     assert "for 31 shapes that it had not seen" in rows["linear"]
     assert "F.linear (cuBLAS) where the model has it faster, for 6144x4096 from 64 tokens on" in rows["linear"]
     assert "scaled_mm for no shape: it needs CUDA 12.9" in rows["fp8_linear"]
+
+
+def test_the_file_is_as_it_is_written() -> None:
+    text = linear_tiles.MODEL.read_text(encoding="utf-8")
+    assert tile_fit.format_json(json.loads(text)) == text
+    assert max(map(len, text.splitlines())) < 2000
 
 
 def synthetic(fp8: bool) -> list[Case]:
