@@ -29,7 +29,8 @@ from weft.outputs import Output, PerToken
 from weft.sampling_table import SamplingTable
 from weft.settings import is_batch_invariant
 from weft.stages.config import ModelConfig
-from weft.stages.functions import ChangeLogits, LogitsAt, blamed_on
+from weft.stages.functions import ChangeLogits, LogitsAt
+from weft.stages.own_results import blamed_on
 from weft.stages.params import DecoderParams
 from weft.stages.shares import SharedRows, TensorRanks
 from weft.stages.sown import sowing_nothing

@@ -34,11 +34,11 @@ from weft.stages.functions import (
     check_functions,
     check_together,
     name_of,
-    transformed,
     updated,
 )  # fmt: skip
 from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers
+from weft.stages.own_results import transformed
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.shares import AXIS, TensorRanks, check_leaves, share_config
 from weft.stages.sown import SownNames

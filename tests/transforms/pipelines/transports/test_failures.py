@@ -12,18 +12,8 @@ import torch
 from ranks import scale
 from streams import run_rank, run_slowly_closing_rank
 
-from weft.proofs.failures import (
-    MESHES,
-    MOMENTS,
-    STEPS,
-    WAYS,
-    Case,
-    cases,
-    cases_at_any_time,
-    cases_of_meshes,
-    make_pipeline,
-    run_case,
-)
+from weft.proofs.failures import MESHES, cases, cases_at_any_time, cases_of_meshes, run_case
+from weft.proofs.sabotage import MOMENTS, STEPS, WAYS, Case, make_pipeline
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.failures import Failure, blockers, culprit
 
