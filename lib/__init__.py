@@ -18,6 +18,7 @@ _MEANT = {
     "make_graphed_callables": "graphify",
     "pmap": "pipeline",
     "shard_map": "shard",
+    "distribute_tensor": "distribute",
     "psum": "all_reduce",
     "psum_scatter": "reduce_scatter",
     "LLM": "generate",

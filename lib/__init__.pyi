@@ -4,6 +4,7 @@ from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descri
 from .donation import clone as clone, donate as donate, donates as donates
 from .effects import Program as Program
 from .errors import WeftError as WeftError
+from .meshes.distribute import distribute as distribute
 from .meshes.mesh import Mesh as Mesh
 from .meshes.placements import (
     Partial as Partial,

@@ -364,8 +364,8 @@ def pipeline(
         mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along which ranks share each
             stage: the stage is then a function of one rank's part, as for `weft.shard`. It runs on `Threads` or
             `Distributed`. Nothing is cut for you: params and state have an entry for each rank that runs a stage here,
-            with that rank's part, stage by stage; and each rank of the first stage gets the whole batch. All ranks that
-            share the last stage must return the same output.
+            with that rank's part, stage by stage (`weft.distribute` cuts whole ones); and each rank of the first stage
+            gets the whole batch. All ranks that share the last stage must return the same output.
 
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this

@@ -14,6 +14,7 @@ from weft.arguments.checks import kind_of, names_arguments
 from weft.donation import refuse_donated
 from weft.effects import Program
 from weft.errors import MeshError
+from weft.meshes.distribute import match_placements
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import (
     Partial,
@@ -21,7 +22,6 @@ from weft.meshes.placements import (
     Placement,
     Replicate,
     Shard,
-    is_placement,
     on_axes,
     part_of,
     whole_of,
@@ -33,7 +33,7 @@ from weft.transforms.graphs.outside import Outside
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.tracing import Trace, trace
-from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.trees import leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from weft.value_keys import value_key
 
 _MAX_TRACES = 1024
@@ -148,7 +148,7 @@ class Sharded:
         made = Parts(tuple(() for _ in self.mesh), {}, set())
         by_rank = [list[Any]() for _ in self.mesh]
         for index, (prefix, arg) in enumerate(zip(given, args, strict=True)):
-            placed, below, structure = self._each(prefix, arg, f"in_placements[{index}]")
+            placed, below, structure = match_placements(prefix, arg, self._call, f"in_placements[{index}]")
             for rank, own in enumerate(by_rank):
                 found = [self._part(*each, rank, made) for each in zip(placed, below, strict=True)]
                 own.append(tree_unflatten(found, structure))
@@ -176,17 +176,6 @@ class Sharded:
 
         return tree_map(part, tree)
 
-    def _each(self, prefix: Any, tree: Any, name: str) -> tuple[list[Any], list[Any], TreeSpec]:
-        """The placements in a tree of them, what is below each in another tree, and the structure above."""
-        placed, structure = tree_flatten(prefix, is_placement)
-        try:
-            return placed, structure.flatten_up_to(tree), structure
-        except ValueError as error:
-            seen = f"{name} of another structure than the values: {str(error).splitlines()[0]:.200}"
-            raise MeshError(
-                self._call, seen, "the same structure, or one placement for all that is below it"
-            ) from error
-
     def _trace(self, given: Parts) -> Traces:
         flat = [tree_flatten(own) for own in given.by_rank]
         every = [leaf for leaves, _ in flat for leaf in leaves]
@@ -209,8 +198,8 @@ class Sharded:
         """The whole result. A result that is the ranks' parts of an argument, written in place or not, is the
         argument."""
         trees = [tree_unflatten(list(own), one.structure) for own, one in zip(made, traces, strict=True)]
-        placed, _, structure = self._each(self.out_placements, trees[0], "out_placements")
-        below = [self._each(self.out_placements, tree, "out_placements")[1] for tree in trees]
+        placed, _, structure = match_placements(self.out_placements, trees[0], self._call, "out_placements")
+        below = [match_placements(self.out_placements, tree, self._call, "out_placements")[1] for tree in trees]
         return tree_unflatten(
             [self._whole(one, parts, given) for one, parts in zip(placed, zip(*below, strict=True), strict=True)],
             structure,
@@ -265,7 +254,7 @@ class Sharded:
     def _alike(self, first: Trace) -> dict[int, Sequence[Placement]]:
         """The leaves of the result of which ranks should have the same; of one that is no tensor, all ranks."""
         tree = tree_unflatten(list(first.leaves), first.structure)
-        placed, below, _ = self._each(self.out_placements, tree, "out_placements")
+        placed, below, _ = match_placements(self.out_placements, tree, self._call, "out_placements")
         found, call = dict[int, Sequence[Placement]](), f"{self._call}: out_placements"
         leaves = ((one, leaf) for one, own in zip(placed, below, strict=True) for leaf in tree_leaves(own))
         for index, (placement, leaf) in enumerate(leaves):

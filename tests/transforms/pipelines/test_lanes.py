@@ -45,8 +45,9 @@ def given() -> tuple[list[Any], Tensor, Tensor]:
     """Each rank's parameters, the batch, and the result."""
     generator = torch.Generator().manual_seed(0)
     up, down, out, x = (torch.randn(shape, generator=generator) for shape in ((4, 8), (8, 4), (4, 6), (6, 4)))
-    params: list[Any] = [{"up": up[:, 4 * t : 4 * t + 4], "down": down[4 * t : 4 * t + 4]} for t in range(2)]
-    return [*params, *(out[:, 3 * t : 3 * t + 3] for t in range(2))], x, torch.relu(x @ up) @ down @ out
+    together = weft.Mesh(tensor=2)
+    cut = weft.distribute({"up": up, "down": down}, together, {"up": weft.Shard(1), "down": weft.Shard(0)})
+    return [*cut, *weft.distribute(out, together, weft.Shard(1))], x, torch.relu(x @ up) @ down @ out
 
 
 def test_threads_run_the_lanes() -> None:

@@ -1,0 +1,64 @@
+"""`distribute`: each rank's part of a tree of whole tensors."""
+
+from typing import Any
+
+from torch import Tensor
+
+from weft.errors import MeshError
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import PerRank, is_placement, on_axes, part_of
+from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+
+def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
+    """Each rank's part of a tree of whole tensors, in the order of the ranks: torch's `distribute_tensor`, for trees.
+
+    It makes the params of a pipeline over a mesh: `[*distribute(first, mesh, ...), *distribute(second, mesh, ...)]`,
+    where `mesh` has the axes along which ranks share a stage; and arguments of `weft.shard` that are `PerRank()`.
+
+    Args:
+        tree: of tensors; other leaves go to every rank as they are.
+        mesh: as `weft.shard` takes it.
+        placements: of the tree, as `in_placements` of `weft.shard` has it for one argument.
+
+    Returns:
+        A tree for each rank. Parts are views; a rank that writes its part in place needs a copy.
+
+    Raises:
+        MeshError: placements that do not fit the mesh or the tree, or a dimension that the ranks cannot share evenly.
+
+    >>> import torch, weft
+    >>> params = {"up": torch.ones(4, 8), "down": torch.ones(8, 4)}
+    >>> parts = distribute(params, weft.Mesh(tensor=2), {"up": weft.Shard(1), "down": weft.Shard(0)})
+    >>> [tuple(own["up"].shape) for own in parts]
+    [(4, 4), (4, 4)]
+    """
+    call = f"weft.distribute(tree, {mesh!s:.80}, ...)"
+    own = Mesh.of(mesh, call)
+    placed, below, structure = match_placements(placements, tree, call, "placements")
+    if any(isinstance(one, PerRank) for one in placed):
+        raise MeshError(call, "PerRank() of a whole tree", "Shard(dim), Replicate() or Partial()")
+    axes = [on_axes(one, own, f"{call}: placements") for one in placed]
+
+    def part(rank: int) -> Any:
+        found = [
+            tree_map(lambda x, where=where: part_of(x, where, own, rank, call) if isinstance(x, Tensor) else x, one)
+            for where, one in zip(axes, below, strict=True)
+        ]
+        return tree_unflatten(found, structure)
+
+    return tuple(map(part, own))
+
+
+def match_placements(prefix: Any, tree: Any, call: str, name: str) -> tuple[list[Any], list[Any], TreeSpec]:
+    """The placements in a tree of them, what is below each in another tree, and the structure above.
+
+    Raises:
+        MeshError: the other tree has another structure.
+    """
+    placed, structure = tree_flatten(prefix, is_placement)
+    try:
+        return placed, structure.flatten_up_to(tree), structure
+    except ValueError as error:
+        seen = f"{name} of another structure than the values: {str(error).splitlines()[0]:.200}"
+        raise MeshError(call, seen, "the same structure, or one placement for all that is below it") from error
