@@ -374,7 +374,8 @@ def on_cuda(values: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
-    """The tensor cores add up products in FP8 with fewer bits than float32 has."""
+    """The tensor cores add up products in FP8 with fewer bits than float32 has; a value between two products of experts
+    that this puts on the other side of a step in FP8 then differs by up to an eighth."""
     case = CASES[index]
     module, _, function = case.kernel.partition(":")
     args = on_cuda((*(case.args if case.given is None else case.given), *case.more))
@@ -382,7 +383,7 @@ def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
     _, pairs = beside_the_reference(case, found, args)
     in_fp8 = any(isinstance(x, Tensor) and x.dtype == FP8 for x in case.args)
     for one, other in pairs:
-        assert_near(one.cpu(), other, 1e-2 if in_fp8 else 10 * case.tolerance)
+        assert_near(one.cpu(), other, 2e-2 if in_fp8 else 10 * case.tolerance)
 
 
 def fused() -> list[tuple[str, tuple[Any, ...]]]:
