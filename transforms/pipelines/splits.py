@@ -77,10 +77,10 @@ def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
     >>> from weft.stages import DEMO, load_config
     >>> from weft.transforms import Machine
     >>> print(plan_splits(load_config(DEMO), 4, requests=8, machine=Machine(latency=2e-6)))
-    --tp  --pp  cohorts     step  tokens/s                bound by
-       1     4        4  8.57 us   933,165  ############  transfers    best
-       2     2        2  34.4 us   232,758  ###           collectives
-       4     1        1  30.4 us   262,783  ###           collectives
+    --tp  --pp  cohorts     step  tokens/s            each GPU  bound by
+       1     4        4  8.57 us   933,165  ########  590 MB    transfers    best
+       2     2        2  34.4 us   232,758  ##        590 MB    collectives
+       4     1        1  30.4 us   262,783  ##        591 MB    collectives
     """
     check_values(f"plan_splits(config, {num_gpus!r})", {"num_gpus": COUNT}, {"num_gpus": num_gpus}, ProgramError)
     call, found, refused = f"plan_splits(config, {num_gpus})", list[Prediction](), dict[int, str]()
