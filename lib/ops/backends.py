@@ -9,7 +9,8 @@ from weft.errors import DeviceError
 from weft.ops.attention import flashinfer
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.copies import how_launched, no_kernel
-from weft.ops.linear_tiles import device, library_lacks, linear_tile, record
+from weft.ops.gpus import device
+from weft.ops.linear_tiles import library_lacks, linear_tile, record
 from weft.ops.register import no_triton, triton_version
 from weft.ops.tiles import measured
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from weft.ops.fp8 import BLOCK
+from weft.ops.gpus import MEASURED, Device, device
 from weft.ops.tiles import Tile, cdiv, power_of_two, segment_columns
 
 MODEL = Path(__file__).parent / "linear_tiles.json"
@@ -51,31 +52,6 @@ gain nothing from a split. Candidates do not depend on the device."""
 
 FEW_TOKENS = 128
 """The most tokens for which the segments of a batch-invariant product have programs of their own."""
-
-
-@attrs.frozen
-class Device:
-    """What the model knows of a GPU: bytes and operations per second (bfloat16) as its maker states them."""
-
-    processors: int
-    bandwidth: float
-    peak: float
-
-
-MEASURED = Device(132, 3.35e12, 989e12)
-"""The GPU that was measured, an H100 with 80 GB."""
-_DEVICES = {"H100 80GB HBM3": MEASURED, "H200": Device(132, 4.8e12, 989e12)}
-"""By part of a name."""
-
-
-@functools.cache
-def device() -> Device | None:
-    """The GPU for which tiles are chosen: this machine's first one, or an H100 without one; None: a kind for which
-    nothing was measured, and which has the tiles of a rule."""
-    if not torch.cuda.is_available():
-        return MEASURED
-    name = torch.cuda.get_device_name(0)
-    return next((facts for part, facts in _DEVICES.items() if part in name), None)
 
 
 @functools.cache

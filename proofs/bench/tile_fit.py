@@ -17,13 +17,12 @@ import attrs
 import numpy as np
 
 from weft.ops import linear_tiles
+from weft.ops.gpus import MEASURED, Device
 from weft.ops.linear_tiles import (
-    MEASURED,
     TILES,
     Array,
     Choice,
     Coefficients,
-    Device,
     Model,
     formula_seconds,
     library_copies,

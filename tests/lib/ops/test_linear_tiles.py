@@ -17,11 +17,10 @@ import weft.proofs
 from weft.ops import linear_tiles
 from weft.ops.backends import backends
 from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.gpus import MEASURED, Device, device
 from weft.ops.linear_tiles import (
-    MEASURED,
     TILES,
     Choice,
-    Device,
     candidates,
     linear_parts,
     linear_segments,
@@ -45,7 +44,7 @@ def cases() -> dict[bool, list[Case]]:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget what was chosen, before and after."""
-    remembered: list[Any] = [linear_tiles.device, linear_tiles.library_lacks, linear_tiles.linear_tile]
+    remembered: list[Any] = [device, linear_tiles.library_lacks, linear_tiles.linear_tile]
     remembered += [linear_tiles._best, linear_tiles._best_of_parts]
     for one in remembered:
         one.cache_clear()
@@ -141,7 +140,7 @@ def test_a_faster_memory_changes_predictions_and_a_name_chooses_the_gpu(monkeypa
     for name, facts in (("NVIDIA H200", Device(132, 4.8e12, 989e12)), ("NVIDIA A10G", None)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=name: name)
-        assert linear_tiles.device.__wrapped__() == facts
+        assert device.__wrapped__() == facts
 
 
 def test_torchs_product_in_fp8_is_chosen_where_it_runs(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,20 @@
 """The tiles of the products with experts: measured ones are well formed, and every other shape has a default."""
 
 import json
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+import weft.proofs
 from weft.ops import tiles
 from weft.ops.tiles import MEASURED, SCAN_PAIRS, Tile, expert_key, expert_tile
+from weft.proofs.bench import tile_search
+from weft.proofs.bench.tile_experts import ExpertProduct
 
+RECORD = Path(weft.proofs.__path__[0]) / "results" / "2026-11-25-h100-tile-search-experts.json.xz"
 QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
 
 
@@ -39,6 +46,53 @@ def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
     assert [first, second] == measured
     assert first.sort == second.sort
     assert first.tokens == second.tokens or not first.sort
+
+
+def rule_losses(fp8: bool) -> list[float]:
+    """How much longer both products and the sort take than with the best tiles, for each set and number of tokens; the
+    second product quantises its input."""
+    found, record = tile_search.read(RECORD)
+    sort = {(tokens, top_k, count): seconds for tokens, top_k, count, _, seconds in record["aligning"]}
+    products: dict[Any, dict[str, dict[Any, float]]] = {}
+    for one in found:
+        product = one.product
+        assert isinstance(product, ExpertProduct)
+        if product.fp8 == fp8 and product.tokens * product.top_k <= 256 * product.num_experts:
+            shape = (product.rows, product.columns) if product.is_down else (product.columns, product.rows // 2)
+            key = product.tokens, product.top_k, product.num_experts, *shape
+            products.setdefault(key, {})[product.kind] = one.seconds | one.again
+    losses = []
+    for (tokens, top_k, count, hidden, inner), kinds in products.items():
+        if "down_plain" not in kinds:  # the search's time was over
+            continue
+
+        def total(up: Any, down: Any, kinds: Any = kinds, key: Any = (tokens, top_k, count)) -> float:
+            return float(kinds["gate_up"][up] + kinds["down_plain"][down] + (sort[key] if up.sort else 0))
+
+        both = [
+            total(up, down)
+            for up in kinds["gate_up"]
+            for down in kinds["down_plain"]
+            if (up.sort, up.tokens) == (down.sort, down.tokens) and not (fp8 and up.rows == 256)
+        ]
+        tiles.expert_tile.cache_clear()
+        shapes = (2 * inner, hidden), (hidden, inner)
+        own = [expert_tile(tokens, top_k, *shape, count, 1 if fp8 else 2) for shape in shapes]
+        losses.append(total(*own) / min(both) - 1)
+    return losses
+
+
+@pytest.mark.parametrize(("fp8", "tenth", "worst"), [(False, 0.03, 0.07), (True, 0.06, 0.18)])
+def test_the_rule_is_near_the_best_of_a_search(
+    fp8: bool, tenth: float, worst: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "measured", dict)
+    losses = rule_losses(fp8)
+    assert len(losses) >= 55
+    assert np.median(losses) <= 0.015
+    assert np.percentile(losses, 90) <= tenth
+    assert max(losses) <= worst
+    expert_tile.cache_clear()
 
 
 sizes = st.sampled_from((64, 100, 128, 768, 2048, 5120))

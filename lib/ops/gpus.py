@@ -1,0 +1,31 @@
+"""The GPU for which tiles are chosen."""
+
+import functools
+
+import attrs
+import torch
+
+
+@attrs.frozen
+class Device:
+    """What a model of time knows of a GPU: bytes and operations per second (bfloat16) as its maker states them."""
+
+    processors: int
+    bandwidth: float
+    peak: float
+
+
+MEASURED = Device(132, 3.35e12, 989e12)
+"""The GPU that was measured, an H100 with 80 GB."""
+_DEVICES = {"H100 80GB HBM3": MEASURED, "H200": Device(132, 4.8e12, 989e12)}
+"""By part of a name."""
+
+
+@functools.cache
+def device() -> Device | None:
+    """This machine's first GPU, or an H100 without one; None: a kind for which nothing was measured, and which has the
+    tiles of a rule."""
+    if not torch.cuda.is_available():
+        return MEASURED
+    name = torch.cuda.get_device_name(0)
+    return next((facts for part, facts in _DEVICES.items() if part in name), None)
