@@ -267,14 +267,16 @@ def shared_rows() -> Iterator[tuple[str, ...]]:
             yield record.row(
                 what, f"{us:.1f} µs", f"NCCL's own {took['ncclAllReduce', collective, *shape]:.1f}", "2 H100"
             )
-    record = read("h100x2-tensor")
-    peers = {(row["preset"], row["num_requests"]): row["output_tokens_per_s"] for row in record.data["vllm"]["rows"]}
-    for run in record.data["runs"]:
-        requests = run["rows"][0]["num_requests"]
-        what = f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']}, `--tp 2`"
-        peer = peers.get((run["preset"], requests))
-        against = f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}" if peer else ""
-        yield record.row(what, f"{span(speeds(run['rows']), '{:,.0f}')} tokens/s", against, "2 H100, `peer`")
+    beside, later = read("h100x2-tensor"), read("h100x2-tensor-later")
+    peers = {(row["preset"], row["num_requests"]): row["output_tokens_per_s"] for row in beside.data["vllm"]["rows"]}
+    for record, place in ((beside, "2 H100, `peer`"), (later, "2 H100, `peer`, another machine")):
+        for run in record.data["runs"]:
+            requests = run["rows"][0]["num_requests"]
+            what = f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']}, `--tp 2`"
+            peer = peers.get((run["preset"], requests)) if record is beside else None
+            against = f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}" if peer else ""
+            speed = span(speeds(run["rows"]), "{:,.0f}")
+            yield record.row(f"{what}, build {record.data['build']}", f"{speed} tokens/s", against, place)
 
 
 def http_rows() -> Iterator[tuple[str, ...]]:

@@ -101,7 +101,7 @@ def decodes() -> Iterator[Decode]:
     for (model, stages), rows in found.items():
         for own in _grouped(rows):
             yield _decode("H100", model, (1, stages), own, price)
-    tensor = read("h100x2-tensor")
+    tensor = read("h100x2-tensor-later")
     for run in tensor.data["runs"]:
         for own in _grouped(run["rows"]):
             yield _decode("H100", run["preset"], (tensor.data["shares"], 1), own, tensor)

@@ -11,10 +11,7 @@ from weft.transforms.pipelines.hardware import Machine
 
 WITHIN = 0.1
 EXPLAINED = {
-    ("qwen3-0.6b", 2, 1, 1),
-    ("qwen3-0.6b", 2, 1, 128),
     ("qwen3-30b-a3b-fp8", 2, 1, 1),
-    ("qwen3-30b-a3b-fp8", 2, 1, 128),
     ("qwen3-30b-a3b-fp8", 1, 4, 512),
 }
 """Decodes that something bounds which no prediction knows (`proofs/bench/NOTES.md`)."""
