@@ -66,9 +66,10 @@ def shards_commute(function: RankFunction, microbatches: int, length: int) -> No
         state, expected = clone(function.state), clone(function.state)
         for x in function.inputs:
             expected, out = plain(function.params, expected, x)
-            state, seen = step(function.params, state, x)
-            assert_equal(f"L22 shards commute: {name}: output", seen, out, exact=False)
-            assert_equal(f"L22 shards commute: {name}: state", state, expected, exact=False)
+            law = f"L22 shards commute: {name}"
+            state, seen = _made(law, step, function.params, state, x)
+            assert_equal(f"{law}: output", seen, out, exact=False)
+            assert_equal(f"{law}: state", state, expected, exact=False)
 
 
 def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches: int) -> None:
@@ -86,9 +87,10 @@ def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches:
     for x in functions[0].inputs:
         expected, out = plain(params, expected, x)
         for name, step in steps.items():
-            states[name], seen = step(params, states[name], x)
-            assert_equal(f"L22 stages of shards: {name}: output", seen, out, exact=False)
-            assert_equal(f"L22 stages of shards: {name}: state", states[name], expected, exact=False)
+            law = f"L22 stages of shards: {name}"
+            states[name], seen = _made(law, step, params, states[name], x)
+            assert_equal(f"{law}: output", seen, out, exact=False)
+            assert_equal(f"{law}: state", states[name], expected, exact=False)
 
 
 def _made(law: str, call: Callable[..., Any], *args: Any) -> Any:
