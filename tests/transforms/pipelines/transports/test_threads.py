@@ -124,6 +124,10 @@ class Planted(Exception):
     """The error of a rank that raises."""
 
 
+_STALL = 8.0
+"""Seconds, longer than any time-out and what a busy machine adds to it."""
+
+
 @attrs.define(eq=False)
 class FailingWorker(Worker):
     """Fails at one of its effects; it sleeps, or raises."""
@@ -136,7 +140,7 @@ class FailingWorker(Worker):
         if self.count == self.at:
             if not self.stalls:
                 raise Planted("planted")
-            time.sleep(3)
+            time.sleep(_STALL)
         self.count += 1
         super().perform(effect, link)
 
@@ -209,14 +213,16 @@ def test_a_rank_that_raises_at_any_instruction_is_named_and_leaves_nothing(place
 @pytest.mark.parametrize("place", PLACES[::3], ids=str)
 def test_a_rank_that_stalls_is_named_in_time(place: tuple[int, int, int, str]) -> None:
     num_ranks, rank, at, instruction = place
-    transport = FailingThreads(Threads(timeout=0.3), rank, at, stalls=True)
+    timeout = 1.0  # on a busy machine, a rank that runs may stand still for a third of it
+    lending(num_ranks)([torch.tensor(2.0)] * num_ranks, [torch.tensor(1.0)] * num_ranks, torch.arange(4.0))  # imports
+    transport = FailingThreads(Threads(timeout=timeout), rank, at, stalls=True)
     step = lending(num_ranks, transport)
     values, batch, began = [torch.tensor(2.0)] * num_ranks, torch.arange(4.0), time.monotonic()
     with pytest.raises(RankError) as error:
         step(values, values, batch)
-    assert time.monotonic() - began < 0.3 + 1
+    assert time.monotonic() - began < _STALL
     assert (error.value.rank, error.value.instruction) == (rank, instruction)
-    assert error.value.cause == "no progress for 0.3 s"
+    assert error.value.cause == f"no progress for {timeout:g} s"
     with pytest.raises(RankError, match=f"rank 0: 'the next step'\n  saw: rank {rank} failed at"):
         step(values, values, batch)
 
