@@ -10,7 +10,7 @@ from weft.ops.attention import flashinfer
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.copies import how_launched, no_kernel
 from weft.ops.gpus import device
-from weft.ops.linear_tiles import library_lacks, linear_tile, record
+from weft.ops.linear_tiles import linear_tile, record, scaled_mm_lacks
 from weft.ops.register import no_triton, triton_version
 from weft.ops.tiles import measured
 
@@ -121,7 +121,7 @@ def _cuda_layer() -> Iterator[OpBackend]:
 
 
 def _measured(op: str) -> str:
-    """How the tiles of an operator are chosen, if it has tiles."""
+    """A sentence on how an operator's tiles are chosen; empty for an operator without tiles."""
     if op == "run_experts":
         shapes = [key.removeprefix("experts ") for key in measured()]
         return f"; tiles measured for {', '.join(shapes) or 'no shapes'}, else by rule"
@@ -129,8 +129,8 @@ def _measured(op: str) -> str:
 
 
 def _chosen(op: str) -> str:
-    """How the tiles of a linear layer are chosen, and when torch's own product takes their place."""
-    fp8, lacks = op == "fp8_linear", library_lacks()
+    """A sentence on how a linear layer's tile is chosen, and for which shapes torch's own product is used instead."""
+    fp8, lacks = op == "fp8_linear", scaled_mm_lacks()
     if device() is None:
         return "tiles by rule, since none were measured on this GPU" if fp8 else "torch's F.linear, on this GPU"
     found, gpu = record()["losses"]["fp8" if fp8 else "bf16"]["held out"], record()["environment"]["gpu"]

@@ -8,7 +8,7 @@ import torch
 
 @attrs.frozen
 class Device:
-    """What a model of time knows of a GPU: bytes and operations per second (bfloat16) as its maker states them."""
+    """A GPU's multiprocessors, and its bandwidth (bytes/s) and bfloat16 peak (operations/s) from the data sheet."""
 
     processors: int
     bandwidth: float

@@ -55,8 +55,8 @@ FEW_TOKENS = 128
 
 
 @functools.cache
-def library_lacks() -> str | None:
-    """What torch's product in FP8 blocks needs and does not have here; None: it runs."""
+def scaled_mm_lacks() -> str | None:
+    """Why `scaled_mm`, torch's product in FP8 blocks, cannot run here; None: it can."""
     cuda = torch.version.cuda
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm"
@@ -229,7 +229,7 @@ class Model:
         return np.array(found)
 
     def _beyond(self, tile: Tile, nearest: Sequence[tuple[int, float]]) -> float:
-        """What a tile takes beyond the formula, by its nearest measured products."""
+        """The logarithm of a tile's seconds over the formula's, estimated from the nearest measured products."""
         index, parts = tile_index(tile, self.fp8), np.log(tile.parts)
         usual = self.usual[index] + _ABSENT
         weights, total = 0.1 * nearest[0][1], 0.1 * nearest[0][1] * usual
@@ -242,7 +242,7 @@ class Model:
         return total / weights
 
     def _library_beyond(self, nearest: Sequence[tuple[int, float]]) -> float:
-        """What torch's own product takes beyond the formula; infinite if it ran in none of the nearest."""
+        """The same of torch's own product; infinite if it was measured for none of the nearest."""
         seen = [(weight, self.beyond[place][-1][0][1]) for place, weight in nearest if -1 in self.beyond[place]]
         return sum(w * value for w, value in seen) / sum(w for w, _ in seen) if seen else float("inf")
 
@@ -297,7 +297,7 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
     gpu = device()
     if gpu is None:
         return _by_rule(tokens, rows, columns, fp8) if fp8 else None
-    has_library = not fp8 or (library_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
+    has_library = not fp8 or (scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
     choices = [*candidates(tokens, rows, columns, fp8), *([None] if has_library else [])]
     costs = model(fp8).costs(tokens, rows, columns, choices, gpu)
     if fp8 and has_library and is_padded:

@@ -44,7 +44,7 @@ def cases() -> dict[bool, list[Case]]:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget what was chosen, before and after."""
-    remembered: list[Any] = [device, linear_tiles.library_lacks, linear_tiles.linear_tile]
+    remembered: list[Any] = [device, linear_tiles.scaled_mm_lacks, linear_tiles.linear_tile]
     remembered += [linear_tiles._best, linear_tiles._best_of_parts]
     for one in remembered:
         one.cache_clear()
@@ -145,7 +145,7 @@ def test_a_faster_memory_changes_predictions_and_a_name_chooses_the_gpu(monkeypa
 
 def test_torchs_product_in_fp8_is_chosen_where_it_runs(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert linear_tile(2048, 6144, 4096, True) is not None
-    monkeypatch.setattr(linear_tiles, "library_lacks", lambda: None)
+    monkeypatch.setattr(linear_tiles, "scaled_mm_lacks", lambda: None)
     for one in (linear_tiles.linear_tile, linear_tiles._best):
         one.cache_clear()
     assert [linear_tile(tokens, 4096, 4096, True) for tokens in MANY] == [None] * len(MANY)
@@ -172,7 +172,7 @@ def test_what_torchs_product_in_fp8_lacks(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    found = linear_tiles.library_lacks.__wrapped__()
+    found = linear_tiles.scaled_mm_lacks.__wrapped__()
     assert found is None if seen is None else seen in str(found)
 
 
@@ -216,7 +216,7 @@ def test_many_tokens_in_fp8_have_the_references_result(tokens: int) -> None:
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, 4096, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.rand(32, 32, device="cuda")
-    if linear_tiles.library_lacks() is None:
+    if linear_tiles.scaled_mm_lacks() is None:
         assert linear_tile(tokens, 4096, 4096, True) is None
     made = Quantized(*reference_quantize(x))
     out = linear.fp8_linear(made, weight, scale, dtype=torch.bfloat16)
