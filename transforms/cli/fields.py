@@ -108,7 +108,7 @@ class Options:
             written = f"{flag} {getattr(self, name)}"
             others = [flag_of(other) for other, idle in IDLE.items() if other in self.given and name in idle]
             if both := " and ".join(others):
-                self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
+                self.refuse(written, f"{both}, with which {flag} has no effect", f"leave out {flag}, or {both}")
             if needed and self.given.isdisjoint(needed):
                 own, *others = (_usage(fields[one]) for one in (name, *needed))
                 missing = " and no ".join(map(flag_of, needed))

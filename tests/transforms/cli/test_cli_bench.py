@@ -296,7 +296,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "half the lengths": ((*TINY, "--input-len", "2"), "saw: no --output-len\n  instead: --input-len N --output-len N"),
     "lengths twice": (
         (*TINY, *SMALL, "--workload", "mixed"),
-        "weft bench --workload mixed\n  saw: --input-len and --output-len, with which --workload counts for nothing\n"
+        "weft bench --workload mixed\n  saw: --input-len and --output-len, with which --workload has no effect\n"
         "  instead: leave out --workload, or --input-len and --output-len",
     ),
     "no prompt": ((*TINY, "--num-prompts", "0"), "argument --num-prompts: '0': write a whole number from 1 to 1048576"),
@@ -323,10 +323,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a seed of a score": (
         (*SCORE, "--seed", "1"),
-        "weft bench --seed 1\n  saw: --eval, with which --seed counts for nothing",
+        "weft bench --seed 1\n  saw: --eval, with which --seed has no effect",
     ),
     "a number of requests of a score": ((*SCORE, "--num-prompts", "1"), "instead: leave out --num-prompts, or --eval"),
-    "a length of a score": ((*SCORE, "--input-len", "1"), "saw: --eval, with which --input-len counts for nothing"),
+    "a length of a score": ((*SCORE, "--input-len", "1"), "saw: --eval, with which --input-len has no effect"),
     "no tasks": (("--model", str(DEMO), "--eval", "none.jsonl"), "there is no file"),
 }
 

@@ -243,7 +243,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no stages said": ((), ("saw: neither --pp nor --gpus", "instead: --pp 2, or --gpus 8 to try each split")),
     "a split and a search": (
         ("--pp", "2", "--gpus", "4"),
-        ("error: weft plan --pp 2", "--gpus, with which --pp counts for nothing", "leave out --pp, or --gpus"),
+        ("error: weft plan --pp 2", "--gpus, with which --pp has no effect", "leave out --pp, or --gpus"),
     ),
     "shares of three heads": (("--pp", "1", "--tp", "3"), ("error: weft plan --tp 3", "heads")),
     "more GPUs than parts": (("--gpus", "1009"), ("error: weft plan --gpus 1009", "instead: fewer GPUs")),
