@@ -154,6 +154,7 @@ def test_each_thread_keeps_its_number_of_threads() -> None:
     alone = run()
 
     def work(threads: int) -> None:
+        torch.get_num_threads()  # a new thread takes the number last set by any thread when it first asks, and keeps it
         torch.set_num_threads(threads)
         with weft.batch_invariant():
             for _ in range(20):
