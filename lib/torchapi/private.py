@@ -389,3 +389,9 @@ def storage_id(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """The number of tensors on the storage of `tensor`, itself among them, that something holds."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # that of `storage`

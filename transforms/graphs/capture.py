@@ -261,7 +261,7 @@ def capture(
         prepared.buffers,
         prepared.axes,
         external,
-        Outside(graphable.fn, [*audit.external.values()], thorough=backend.name == "tape"),
+        Outside(graphable.fn, [*audit.external.values()], thorough=backend.device.type == "cpu"),
         audit.consults_switches(),
         padding_sources,
         buffer_bytes=input_buffers.nbytes - before,

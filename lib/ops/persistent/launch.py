@@ -1,0 +1,66 @@
+"""The CUDA implementation of `weft::run_persistent`. Import it only where triton is installed."""
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.blocks_triton import TRITON_DTYPES
+from weft.ops.kernel_triton import INTERPRETED
+from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, ROWS, Attend, Heads, Instruction, Linear, Norm
+from weft.ops.persistent.kernel_triton import run_kernel
+from weft.ops.persistent.program import instructions_of, place_table, processors, tokens_of
+from weft.ops.tiles import power_of_two
+
+_KEYS = 64
+"""Keys of a step of attention."""
+_SPLITS = 16
+"""The most shares of a context."""
+_WARPS, _STAGES = 8, 4
+_NO_HEADS = Heads(0, 1, 16, 1, torch.float32, False)
+
+
+def run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
+    """`weft::run_persistent`."""
+    instructions = instructions_of(reads, writes, text)
+    device, tokens = writes[0].device, tokens_of(instructions)
+    attends = [each for each in instructions if isinstance(each, Attend)]
+    heads = attends[0].heads if attends else _NO_HEADS
+    table, counters = place_table(instructions, 1 + tokens * heads.kv_heads, device)
+    dtype, programs = _dtype_of(instructions), processors(device)
+    width = power_of_two(max(map(_norm_width, instructions)))
+    splits = min(_SPLITS, max(1, programs // (tokens * heads.kv_heads)))
+    new = writes[0].new_empty
+    scratch = new((programs, MAX_TOKENS, width), dtype=dtype)
+    shares = new((tokens, heads.num_heads, _SPLITS, heads.dim), dtype=torch.float32)
+    maxima, sums = new((2, tokens, heads.num_heads, _SPLITS), dtype=torch.float32)
+    products = [each for each in instructions if isinstance(each, Linear)]
+    even = all(each.weight.shape[1] % (each.parts * COLUMNS) == 0 for each in products)
+    count, kv_type = len(instructions), TRITON_DTYPES.get(heads.kv_dtype, tl.float8e4nv)
+    with torch.cuda.device_of(table):
+        for first, last in [(i, i + 1) for i in range(count)] if INTERPRETED.value else [(0, count)]:
+            run_kernel[(programs,)](
+                table, counters, counters[1:], scratch, shares, maxima, sums, first, last, tokens, splits,
+                PROGRAMS=programs, TOKENS=MAX_TOKENS, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=width,
+                EVEN=even, TYPE=TRITON_DTYPES[dtype], HEADS=heads.num_heads, KV_HEADS=heads.kv_heads, DIM=heads.dim,
+                PAGE_SIZE=heads.page_size, KV_TYPE=kv_type, HEAD_NORM=heads.normed,
+                GROUP=max(16, power_of_two(max(heads.num_heads // heads.kv_heads, 1))), KEYS=_KEYS, SPLITS=_SPLITS,
+                num_warps=_WARPS, num_stages=_STAGES, launch_cooperative_grid=True,
+            )  # fmt: skip
+
+
+def _norm_width(instruction: Instruction) -> int:
+    """The columns of its norm; 16, the least, if it has none."""
+    has_norm = isinstance(instruction, Norm) or (isinstance(instruction, Linear) and instruction.gain is not None)
+    return int(instruction.x.shape[-1]) if has_norm and not isinstance(instruction, Attend) else 16
+
+
+def _dtype_of(instructions: Sequence[Instruction]) -> torch.dtype:
+    """The dtype of a program: that of all results which are not parts."""
+    first = instructions[0]
+    if isinstance(first, Linear):
+        return first.weight.dtype
+    out = first.out if first.out is not None or isinstance(first, Attend) else first.total
+    assert out is not None
+    return out.dtype

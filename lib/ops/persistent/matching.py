@@ -1,0 +1,270 @@
+"""From calls of operators to instructions: which calls a persistent kernel can take, and which of them become one."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, ROWS, Attend, Instruction, Linear, Norm
+from weft.ops.register import FLOATS
+from weft.torchapi.private import storage_id, storage_uses
+
+_ALIGNED = 16
+"""Bytes of an address; and columns of a product."""
+_MOST_PARTS = 8
+_LEAST_SHARE = 256
+"""Columns of a part of a product."""
+_NORM_TOKENS = 4
+"""The most tokens that each program normalises for its own product."""
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """A call of an operator that has not run yet.
+
+    Args:
+        func: the overload.
+        args: with aliases of the tensors.
+        outs: aliases of its results, whose memory nothing has written.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    outs: tuple[Tensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The operator's name."""
+        return str(self.func.name())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The aliases that it holds, one by one."""
+        yield from (x for x in (*self.args, *self.outs) if isinstance(x, Tensor))
+
+
+@attrs.frozen(eq=False)
+class Matched:
+    """An instruction, and the calls that it stands for."""
+
+    instruction: Instruction
+    calls: tuple[Call, ...]
+
+
+Empty = Callable[[tuple[int, ...], Tensor, torch.dtype], Tensor]
+"""Makes an empty tensor of a shape and a dtype on the device of another one."""
+
+
+def results_of(func: Any, args: tuple[Any, ...], programs: int, empty: Empty) -> tuple[Tensor, ...] | None:
+    """Empty results for a call that an instruction could take, alone or with its neighbours; None if none can.
+
+    Args:
+        programs: of the launch, among which products are cut into parts; 1: they are whole.
+    """
+    make = _MAKERS.get(func.name())
+    return None if make is None else make(programs, empty, *args)
+
+
+def _linear(
+    programs: int, empty: Empty, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
+) -> tuple[Tensor, ...] | None:
+    if leaves or x.dim() != 2 or weight.shape[1] % _ALIGNED or not _fit(x, weight, bias) or not _few(x):
+        return None
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    parts, tiles = 1, -(-rows // ROWS)
+    while 2 * parts * tiles <= programs and parts < _MOST_PARTS and columns % (2 * parts * COLUMNS) == 0:
+        if columns // (2 * parts) < _LEAST_SHARE:
+            break
+        parts *= 2
+    return (empty((tokens, rows), x, x.dtype) if parts == 1 else empty((parts, tokens, rows), x, torch.float32),)
+
+
+def _rms_norm(programs: int, empty: Empty, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, ...] | None:
+    if x.dim() != 2 or not _fit(x, gain) or not _few(x) or not _aligned_rows(x):
+        return None
+    return (empty(tuple(x.shape), x, x.dtype),)
+
+
+def _add_rms_norm(
+    programs: int, empty: Empty, x: Tensor, residual: Tensor, gain: Tensor, eps: float
+) -> tuple[Tensor, ...] | None:
+    if not _sum_fits(x, residual) or not _fit(residual, gain):
+        return None
+    shape = tuple(residual.shape)
+    return empty(shape, residual, residual.dtype), empty(shape, residual, residual.dtype)
+
+
+def _add_parts(programs: int, empty: Empty, x: Tensor, residual: Tensor) -> tuple[Tensor, ...] | None:
+    return (empty(tuple(residual.shape), residual, residual.dtype),) if _sum_fits(x, residual) else None
+
+
+def _silu_mul(programs: int, empty: Empty, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    if x.shape[-1] % 2 or not _few(x) or not x.is_contiguous():
+        return None
+    return (empty((x.shape[-2], x.shape[-1] // 2), x, dtype),)
+
+
+def _rotate(
+    programs: int,
+    empty: Empty,
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    kv_pages: Tensor,
+    num_heads: int,
+    starts: Sequence[int],
+) -> tuple[Tensor, ...] | None:
+    dim = kv_pages.shape[-1]
+    is_power = dim >= 16 and dim & (dim - 1) == 0
+    of_dtype = [x for x in (q_norm, k_norm, sin) if x is not None]
+    fits = _fit(cos, *of_dtype) and slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
+    if not fits or not is_power or (q_norm is None) != (k_norm is None) or not _few(qkv) or not qkv.is_contiguous():
+        return None
+    if kv_pages.dtype not in (cos.dtype, torch.float8_e4m3fn) or not kv_pages.is_contiguous():
+        return None
+    return (empty((qkv.shape[-2], num_heads, dim), cos, cos.dtype),)
+
+
+def _attention(
+    programs: int,
+    empty: Empty,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, ...] | None:
+    where = block_table, query_start_loc, seq_lens
+    one_each = max_query_len == 1 and len(seq_lens) == len(q)
+    if k is not None or v is not None or window or not one_each or not _fit(q) or not _few(q.flatten(1)):
+        return None
+    if not all(x.is_contiguous() and x.dtype == torch.int32 for x in where):
+        return None
+    return (empty(tuple(q.shape), q, q.dtype),)
+
+
+_MAKERS: dict[str, Callable[..., tuple[Tensor, ...] | None]] = {
+    "weft::linear": _linear,
+    "weft::rms_norm": _rms_norm,
+    "weft::add_rms_norm": _add_rms_norm,
+    "weft::add_parts": _add_parts,
+    "weft::silu_mul": _silu_mul,
+    "weft::rotate_and_keep": _rotate,
+    "weft::paged_attention": _attention,
+}
+
+
+def _few(x: Tensor) -> bool:
+    return 0 < x.shape[-2] <= MAX_TOKENS
+
+
+def _aligned_rows(x: Tensor) -> bool:
+    return x.shape[-1] * x.element_size() % _ALIGNED == 0
+
+
+def _fit(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether tensors are contiguous, aligned, on one device, and of one dtype that operators compute with."""
+    given = [first, *(x for x in others if x is not None)]
+    same = all(x.dtype == first.dtype and x.device == first.device for x in given)
+    return same and first.dtype in FLOATS and all(x.is_contiguous() and x.data_ptr() % _ALIGNED == 0 for x in given)
+
+
+def _sum_fits(x: Tensor, residual: Tensor) -> bool:
+    parts = x.is_contiguous() and x.dtype == (torch.float32 if x.dim() == 3 else residual.dtype)
+    return parts and residual.dim() == 2 and _fit(residual) and _few(residual) and _aligned_rows(residual)
+
+
+def match(calls: Sequence[Call]) -> list[Matched | Call]:
+    """The instructions for calls that follow one another, in order; a call that none can take stays as it is.
+
+    A result that goes from one call to the next inside of an instruction is not written. So it is asked whether
+    anything else holds it: another call, or by the count of its storage's users the function that is being captured.
+    """
+    held = Counter(storage_id(x) for call in calls for x in call.tensors())
+    readers = Counter(storage_id(x) for call in calls for x in call.args if isinstance(x, Tensor))
+
+    def passes(out: Tensor, taker: Call, place: int = 0) -> bool:
+        """Whether a result goes to this argument of the taker, whole, and nowhere else."""
+        given = taker.args[place]
+        is_it = given.data_ptr() == out.data_ptr() and given.numel() == out.numel()
+        key = storage_id(out)
+        return is_it and readers[key] == 1 and storage_uses(out) == held[key]
+
+    found, rest = list[Matched | Call](), list(calls)
+    while rest:
+        taken = _instruction(rest, passes)
+        found.append(rest[0] if taken is None else Matched(taken[0], tuple(rest[: taken[1]])))
+        del rest[: 1 if taken is None else taken[1]]
+    return found
+
+
+def _instruction(calls: Sequence[Call], passes: Callable[..., bool]) -> tuple[Instruction, int] | None:
+    """The instruction that the first of these calls begins, and the number of calls that it takes."""
+    first, *others = calls
+    following = others[0] if others else None
+    match first.name:
+        case "weft::rms_norm" | "weft::add_rms_norm" | "weft::add_parts":
+            norm = _norm_of(first)
+            few = first.outs[0].shape[0] <= _NORM_TOKENS and norm.gain is not None
+            if few and following is not None and following.name == "weft::linear" and passes(first.outs[0], following):
+                return _gated(norm, following, others[1:], passes)
+            return norm, 1
+        case "weft::linear":
+            return _gated(None, first, others, passes)
+        case "weft::rotate_and_keep":
+            if following is not None and following.name == "weft::paged_attention" and _attends(first, following):
+                return (_attend_of(first, following), 2) if passes(first.outs[0], following) else None
+    return None
+
+
+def _norm_of(call: Call) -> Norm:
+    if call.name == "weft::rms_norm":
+        x, gain, eps = call.args
+        return Norm(x=x, gain=gain, out=call.outs[0], eps=eps)
+    if call.name == "weft::add_rms_norm":
+        x, residual, gain, eps = call.args
+        return Norm(x=x, residual=residual, gain=gain, out=call.outs[0], total=call.outs[1], eps=eps)
+    x, residual = call.args
+    return Norm(x=x, residual=residual, total=call.outs[0])
+
+
+def _gated(norm: Norm | None, call: Call, others: Sequence[Call], passes: Callable[..., bool]) -> tuple[Linear, int]:
+    """A product, after the norm and before the gate if these belong to it."""
+    x, weight, bias, _ = call.args
+    linear = Linear(x=x, weight=weight, bias=bias, out=call.outs[0])
+    if norm is not None:
+        linear = attrs.evolve(linear, x=norm.x, residual=norm.residual, gain=norm.gain, total=norm.total, eps=norm.eps)
+    count = 1 + (norm is not None)
+    if not others or others[0].name != "weft::silu_mul" or weight.shape[0] % ROWS or others[0].args[1] != x.dtype:
+        return linear, count
+    if not passes(call.outs[0], others[0]):
+        return linear, count
+    return attrs.evolve(linear, out=others[0].outs[0], gate=True), count + 1
+
+
+def _attends(rotate: Call, attention: Call) -> bool:
+    """Whether attention reads what the rotation keeps, in the same step."""
+    slots, pages = rotate.args[6:8]
+    return bool(attention.args[3].data_ptr() == pages.data_ptr() and attention.args[4].data_ptr() == slots.data_ptr())
+
+
+def _attend_of(rotate: Call, attention: Call) -> Attend:
+    qkv, q_norm, k_norm, eps, cos, sin, slots, pages, _, (keys, values) = rotate.args
+    block_table, query_start_loc, seq_lens, _, scale, _ = attention.args[5:]
+    return Attend(
+        qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, slot_mapping=slots, kv_pages=pages,
+        block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens, out=attention.outs[0],
+        keys=keys, values=values, eps=eps, scale=scale,
+    )  # fmt: skip

@@ -1,0 +1,246 @@
+"""The persistent back end: what it runs as programs, and that results are those of the function itself."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.ops.attention.paged import paged_attention
+from weft.ops.gate import silu_mul
+from weft.ops.linear import linear
+from weft.ops.norm import add_rms_norm, rms_norm
+from weft.ops.persistent import matching
+from weft.ops.rotary import rotate_and_keep
+from weft.sampling import SamplingParams
+from weft.stages.config import parse_config
+from weft.stages.random_weights import PRESETS, random_model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits
+from weft.transforms.graphs.backends.persistent import Fuser
+from weft.trees import tree_leaves
+
+Programs = list[list[str]]
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """The instructions of each program that runs, by name: `+norm` with a norm before the product, `+gate` with the
+    gate after it."""
+    found, run = Programs(), Fuser._run_program
+
+    def noted(self: Fuser, matched: Any) -> None:
+        names = []
+        for each in (one.instruction for one in matched):
+            norm, gate = getattr(each, "gain", None) is not None, getattr(each, "gate", False)
+            names.append(type(each).__name__ + "+norm" * (norm and hasattr(each, "weight")) + "+gate" * gate)
+        if names:
+            found.append(names)
+        run(self, matched)
+
+    monkeypatch.setattr(Fuser, "_run_program", noted)
+    return found
+
+
+def weights(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.2
+
+
+GAIN, WIDE = weights(64), weights(128, 64, seed=4)
+UP, DOWN, SQUARE = weights(256, 64, seed=1), weights(64, 128, seed=2), weights(64, 64, seed=3)
+
+
+def feed(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """A norm and a gated block."""
+    normed, total = add_rms_norm(x, residual, GAIN, 1e-5)
+    return linear(silu_mul(linear(normed, UP), torch.float32), DOWN), total
+
+
+def blocks(x: Tensor, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """Blocks, with a change between the second and the third."""
+    added, total = feed(x, x)
+    added, total = feed(added, total)
+    added, total = feed(change(added), total)
+    added, total = feed(added, total)
+    return added + total
+
+
+def agrees(fn: Callable[..., Any], *args: Any) -> None:
+    """Captured by the back end it has the bits of the function itself, in the capturing call and in replays."""
+    graph = weft.graphify(fn, backend="persistent")
+    for step in range(3):
+        given = [x + step if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+        found, wanted = graph(*given), fn(*given)
+        for one, other in zip(*(tree_leaves(tree) for tree in (found, wanted)), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_run_of_operators_is_one_program(programs: Programs) -> None:
+    agrees(blocks, weights(2, 64))
+    assert programs[-1] == ["Linear+norm+gate", "Linear"] * 4
+
+
+def test_many_tokens_run_as_they_are(programs: Programs) -> None:
+    agrees(blocks, weights(17, 64))
+    assert programs == []
+
+
+def test_tokens_that_are_not_few_are_normalised_once(programs: Programs) -> None:
+    agrees(blocks, weights(5, 64))
+    assert programs[-1] == ["Norm", "Linear+gate", "Linear"] * 4
+
+
+def test_any_other_operator_divides_programs(programs: Programs) -> None:
+    agrees(lambda x: blocks(x, torch.tanh), weights(1, 64))
+    assert programs[-2:] == [["Linear+norm+gate", "Linear"] * 2] * 2
+
+
+def test_views_do_not_divide_programs(programs: Programs) -> None:
+    agrees(lambda x: blocks(x, lambda y: y.view(2, 32).unsqueeze(0).flatten().view(1, 64)), weights(1, 64))
+    assert len(programs[-1]) == 8
+
+
+def test_few_operators_run_as_they_are(programs: Programs) -> None:
+    agrees(lambda x: feed(x, x), weights(1, 64))
+    assert programs[-1] == ["Linear+norm+gate", "Linear"]
+
+
+def kept_between(x: Tensor) -> Any:
+    """Results that instructions would otherwise pass on unwritten are returned, too."""
+    normed, total = add_rms_norm(x, x, GAIN, 1e-5)
+    gate_up = linear(normed, UP)
+    inner = silu_mul(gate_up, torch.float32)
+    down = linear(inner, DOWN)
+    again = linear(rms_norm(down, GAIN, 1e-5), SQUARE)
+    return normed, gate_up[:, :7], total, linear(again, SQUARE)
+
+
+def read_twice(x: Tensor) -> Any:
+    """A norm's result goes to two products."""
+    normed = rms_norm(x, GAIN, 1e-5)
+    first, second = linear(normed, SQUARE), linear(normed, UP)
+    return linear(first, SQUARE), linear(silu_mul(second, torch.float32), DOWN)
+
+
+def part_of_a_result(x: Tensor) -> Any:
+    """A product takes a part of a norm's result, and a gate a part of a product's."""
+    left = linear(rms_norm(x.view(2, 64), GAIN, 1e-5)[:1], SQUARE)
+    inner = silu_mul(linear(left, UP)[:, :128].contiguous(), torch.float32)
+    return linear(linear(inner, SQUARE), SQUARE)
+
+
+def written_between(x: Tensor) -> Any:
+    """A result is changed in place before it is read."""
+    first = linear(rms_norm(x, GAIN, 1e-5), SQUARE)
+    second = linear(first, SQUARE)
+    first.mul_(2)
+    return linear(linear(linear(linear(first, SQUARE), SQUARE), SQUARE), SQUARE) + second
+
+
+def with_a_loop(x: Tensor) -> Any:
+    """What a loop reads was put off before it, and its steps put off more."""
+
+    def body(carried: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return carried[0] + 1, blocks(carried[1])
+
+    start = blocks(x)
+    _, x = weft.while_loop(lambda carried: carried[0] < 3, body, (torch.zeros((), dtype=torch.int64), start))
+    return blocks(x)
+
+
+CHAINS = [kept_between, read_twice, part_of_a_result, written_between, with_a_loop]
+
+
+@pytest.mark.parametrize("fn", CHAINS, ids=lambda fn: fn.__name__)
+def test_results_are_those_of_the_function(fn: Callable[..., Any]) -> None:
+    agrees(fn, weights(1, 128 if fn is part_of_a_result else 64))
+
+
+def attend(x: Tensor, pages: Tensor, cos: Tensor, window: int = 0, queries: int = 1) -> tuple[Tensor, Tensor]:
+    """Attention of one token of each request, in a cache of two pages of 8."""
+    count = len(x)
+    slots = torch.arange(count) * 8 + 3
+    table, starts = torch.arange(count, dtype=torch.int32)[:, None], torch.arange(count + 1, dtype=torch.int32)
+    lengths = torch.full((count,), 4, dtype=torch.int32)
+    qkv = linear(rms_norm(x, GAIN, 1e-5), WIDE)
+    q, pages = rotate_and_keep(qkv, None, None, 1e-5, cos, cos, slots, pages, 4, [64, 96])
+    mixed = paged_attention(q, None, None, pages, slots, table, starts, lengths, queries, 0.25, window)
+    return linear(linear(mixed.flatten(1), SQUARE), SQUARE), pages
+
+
+@pytest.mark.parametrize(
+    ("options", "program"), [({}, ["Linear+norm", "Attend", "Linear", "Linear"]), ({"window": 2}, [])]
+)
+def test_attention_is_an_instruction_with_its_rotation(
+    options: dict[str, Any], program: list[str], programs: Programs
+) -> None:
+    def step(pages: Tensor, x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+        out, pages = attend(x, pages, cos, **options)
+        return pages, out
+
+    graph = weft.graphify(step, backend="persistent", donate_argnames="pages")
+    pages, other = weights(2, 2, 8, 2, 16, seed=5), weights(2, 2, 8, 2, 16, seed=5)
+    for seed in range(3):
+        x, cos = weights(2, 64, seed=seed), weights(2, 8, seed=seed)
+        pages, found = graph(pages, x, cos)
+        other, wanted = step(other, x, cos)
+        assert torch.equal(found, wanted)
+        assert torch.equal(pages, other)
+    assert (program in programs) is bool(program)
+
+
+LLAMA = {
+    **PRESETS["llama-3.2-1b"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 257,
+    "bos_token_id": 0,
+    "eos_token_id": 256,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.mark.parametrize("config", [PRESETS["tiny"], LLAMA], ids=["qwen3", "llama"])
+def test_an_engine_says_the_same_tokens(config: dict[str, Any], programs: Programs) -> None:
+    model = random_model(parse_config(config, source="a test"), seed=0)
+
+    def say(graph: str, backend: str | None) -> Iterator[tuple[str, list[int]]]:
+        limits = EngineLimits(max_num_reqs=3, max_model_len=64)
+        engine = Engine(model, limits, graph=graph, seed=0, backend=backend, num_logprobs=2)
+        for index in range(5):
+            sampling = SamplingParams(temperature=1.0, ignore_eos=True, logprobs=2)
+            engine.add([3, 1, 4, 1, 5][: index + 1], sampling, max_tokens=7 + index)
+        yield from ((output.id, output.token_ids) for output in engine)
+
+    assert [*say("full_and_piecewise", "persistent")] == [*say("none", None)]
+    layers = config["num_hidden_layers"]
+    assert ["Linear+norm", "Attend", "Linear", "Linear+norm+gate", "Linear"] * layers + ["Norm"] in programs
+
+
+def test_a_module_of_others_runs_as_it_is(programs: Programs) -> None:
+    block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.GRU(64, 32, batch_first=True)).eval()
+    with torch.no_grad():
+        agrees(lambda x: block(x), weights(1, 3, 32))
+    assert programs == []
+
+
+# Mutants: each is found by one of the tests above ---------------------------------------------------------------------
+
+
+def test_a_result_that_something_else_holds_must_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "storage_uses", lambda _: mock.ANY)
+    with pytest.raises((AssertionError, weft.WeftError)):
+        agrees(kept_between, weights(1, 64))
+
+
+def test_what_was_put_off_must_run_before_another_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.transforms.graphs.backends.persistent._only_views", lambda _: True)
+    with pytest.raises((AssertionError, weft.WeftError)):
+        agrees(lambda x: blocks(x, torch.tanh), weights(1, 64))
