@@ -9,10 +9,11 @@ from weft.errors import DeviceError
 from weft.ops.attention import flashinfer
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.copies import how_launched, no_kernel
-from weft.ops.gpus import device
-from weft.ops.linear_tiles import linear_tile, record, scaled_mm_lacks
 from weft.ops.register import no_triton, triton_version
-from weft.ops.tiles import measured
+from weft.ops.tiles.experts import measured
+from weft.ops.tiles.gpus import device
+from weft.ops.tiles.linear import linear_tile, scaled_mm_lacks
+from weft.ops.tiles.model import record
 
 
 @attrs.frozen

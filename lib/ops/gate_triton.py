@@ -11,7 +11,7 @@ from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
 from weft.ops.fp8 import ceil_blocks
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.parts import num_parts
-from weft.ops.tiles import cdiv, power_of_two
+from weft.ops.tiles.tile import cdiv, power_of_two
 
 _MOST_GROUPS = 8
 """The most blocks of 128 columns that a program takes."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.ops.blocks_triton import load_sum
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.tiles import cdiv
+from weft.ops.tiles.tile import cdiv
 
 _BLOCK = 1024
 """Elements of a program."""

@@ -6,10 +6,10 @@ from torch.nn import functional as F
 
 from weft.errors import DescriptorError
 from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, ceil_blocks, dequantize, dequantize_weight, reference_quantize
-from weft.ops.linear_tiles import linear_parts
 from weft.ops.parts import widened
 from weft.ops.register import operator
-from weft.ops.tiles import leaf_columns
+from weft.ops.tiles.linear import linear_parts
+from weft.ops.tiles.tile import leaf_columns
 
 _BLOCK_TOKENS = 16
 

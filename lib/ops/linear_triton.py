@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from weft.ops.blocks_triton import multiply
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.linear_tiles import linear_tile, one_part_tile
 from weft.ops.norm_triton import quantize
-from weft.ops.tiles import Tile, cdiv, leaf_columns, segment_columns
+from weft.ops.tiles.linear import linear_tile, one_part_tile
+from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
 
 _WIDE = Tile(64, 64, 32, 4, 2)
 """The tile of batch-invariant products in float32."""

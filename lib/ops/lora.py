@@ -10,7 +10,7 @@ from weft.errors import DescriptorError
 from weft.ops.linear import multiply
 from weft.ops.parts import num_parts, sum_parts, widened
 from weft.ops.register import operator
-from weft.ops.tiles import leaf_columns
+from weft.ops.tiles.tile import leaf_columns
 
 
 def _check(

@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.parts import num_parts
-from weft.ops.tiles import cdiv, leaf_columns, power_of_two
+from weft.ops.tiles.tile import cdiv, leaf_columns, power_of_two
 
 _TOKENS, _ROWS, _COLUMNS = 16, 64, 128
 _MOST_RANK = 64

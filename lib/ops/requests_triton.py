@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.batch import DRAFT, LAST_TOKEN
 from weft.ops.kernel_triton import begin, early, kernel
-from weft.ops.tiles import cdiv
+from weft.ops.tiles.tile import cdiv
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)
 _BLOCK = 128

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.attention.backends import BACKENDS, AttentionBackend
-from weft.proofs.bench.graph_seconds import graph_seconds
+from weft.proofs.bench.graphs import graph_seconds
 from weft.proofs.environment import environment
 from weft.proofs.gpu_run import device_seconds
 

@@ -13,34 +13,8 @@ from weft.ops import fp8, gate, linear, norm, rotary
 from weft.ops.experts import products
 from weft.ops.experts.routing import route
 from weft.ops.parts import sum_parts
-
-_LEAST_BYTES = 2**28
-"""Bytes of weights to call in turn, so that no call finds its weights in a cache of 50 MB."""
-
-
-@attrs.frozen
-class Sizes:
-    """A decoder layer: with experts, its linear layers are in FP8; without, `inner` is the feed-forward block's."""
-
-    name: str
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    dim: int = 128
-    num_experts: int = 0
-    top_k: int = 0
-
-    @property
-    def qkv(self) -> int:
-        """The rows of the query-key-value weights."""
-        return (self.heads + 2 * self.kv_heads) * self.dim
-
-
-QWEN3_30B_A3B = Sizes("Qwen3-30B-A3B", 2048, 768, 32, 4, num_experts=128, top_k=8)
-QWEN3_0_6B = Sizes("Qwen3-0.6B", 1024, 3072, 16, 8)
-TINY_EXPERTS = Sizes("tiny, experts", 128, 128, 4, 2, 8, num_experts=4, top_k=2)
-TINY = Sizes("tiny", 64, 96, 4, 2, 8)
+from weft.proofs.bench.graphs import LEAST_BYTES
+from weft.proofs.bench.sizes import Sizes
 
 
 @attrs.frozen(eq=False)
@@ -78,7 +52,7 @@ class Maker:
         size = itemsize
         for one in shape:
             size *= one
-        return max(1, min(64, -(-_LEAST_BYTES // size))) if self.device == "cuda" else 1
+        return max(1, min(64, -(-LEAST_BYTES // size))) if self.device == "cuda" else 1
 
     def fp8(self, *shape: int) -> tuple[Tensor, Tensor]:
         """FP8 weights and their scales."""
@@ -101,7 +75,8 @@ def nbytes(*values: Any) -> int:
 
 
 def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
-    """All kernels of a layer except attention, in the order of the computation."""
+    """All kernels of a layer except attention, in the order of the computation. With experts, its linear layers are in
+    FP8."""
     parts = sizes.top_k or 0
     yield norm_case(make, sizes, tokens, parts)
     yield linear_case(make, "qkv", tokens, sizes.qkv, sizes.hidden, "quantized" if parts else "plain")

@@ -16,18 +16,9 @@ from pathlib import Path
 import attrs
 import torch
 
-from weft.proofs.bench.graph_seconds import graph_seconds
-from weft.proofs.bench.kernel_cases import (
-    QWEN3_0_6B,
-    QWEN3_30B_A3B,
-    TINY,
-    TINY_EXPERTS,
-    Case,
-    Maker,
-    Sizes,
-    layer_cases,
-    relative_error,
-)  # fmt: skip
+from weft.proofs.bench.graphs import graph_seconds
+from weft.proofs.bench.kernel_cases import Case, Maker, layer_cases, relative_error
+from weft.proofs.bench.sizes import QWEN3_0_6B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Sizes
 from weft.proofs.environment import environment
 
 BANDWIDTH = 4.27e12

@@ -9,10 +9,10 @@ from pathlib import Path
 import attrs
 import pytest
 
-from weft.ops.tiles import Tile
-from weft.proofs.bench import tile_experts, tile_search
-from weft.proofs.bench.tile_shapes import COUNTS, HELD_OUT, TRAINING, shapes
-from weft.proofs.bench.tile_timing import Choice, Compiled, Product, kind_of
+from weft.ops.tiles.tile import Tile
+from weft.proofs.bench.tiles import experts, search
+from weft.proofs.bench.tiles.shapes import COUNTS, HELD_OUT, TRAINING, shapes
+from weft.proofs.bench.tiles.timing import Choice, Compiled, Product, kind_of
 
 PRODUCT = Product("linear", 64, 4096, 4096)
 
@@ -38,7 +38,7 @@ class Slow:
 
 def test_hopeless_choices_are_timed_once_and_the_best_again() -> None:
     timer = Slow()
-    found = tile_search.measure(PRODUCT, timer)
+    found = search.measure(PRODUCT, timer)
     best = min(found.seconds, key=found.seconds.__getitem__)
     assert isinstance(best, Tile)
     assert (best.rows, best.stages) == (64, 3)
@@ -46,19 +46,19 @@ def test_hopeless_choices_are_timed_once_and_the_best_again() -> None:
     assert timer.asked[best] == 4
     assert {timer.asked[one] for one in found.seconds if found.seconds[one] > 1.4 * found.seconds["torch"]} <= {1}
     assert "cublaslt" not in found.seconds
-    assert len(found.seconds) == len(tile_search.choices(PRODUCT)) - 1
+    assert len(found.seconds) == len(search.choices(PRODUCT)) - 1
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found, path = [tile_search.measure(PRODUCT, Slow())], tmp_path / "out" / "tile_search.json.xz"
+    found, path = [search.measure(PRODUCT, Slow())], tmp_path / "out" / "tile_search.json.xz"
     tile = next(choice for choice in found[0].seconds if isinstance(choice, Tile))
     compiled = {
         kind_of(PRODUCT, tile): Compiled(40, 0, 1024, 0.001),
         kind_of(PRODUCT, Tile(64, 16, 64, 4, 9)): "too big",
     }
-    kernels = tile_search.kernels_as_json(compiled)
-    tile_search.write(path, tile_search.as_json(found, {"seconds": 1.0, "kernels": kernels}))
-    (again,), record = tile_search.read(path)
+    kernels = search.kernels_as_json(compiled)
+    search.write(path, search.as_json(found, {"seconds": 1.0, "kernels": kernels}))
+    (again,), record = search.read(path)
     assert again.product == PRODUCT
     assert again.seconds == pytest.approx(found[0].seconds)
     assert list(again.again) == list(found[0].again)
@@ -67,12 +67,12 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_time_that_is_over_ends_the_search() -> None:
-    assert list(tile_search.search([PRODUCT], Slow(), time.time() - 1)) == []
-    assert len(list(tile_search.search([PRODUCT], Slow(), time.time() + 99))) == 1
+    assert list(search.search([PRODUCT], Slow(), time.time() - 1)) == []
+    assert len(list(search.search([PRODUCT], Slow(), time.time() + 99))) == 1
 
 
 def test_all_shapes_have_a_number_of_tokens_before_any_has_the_next() -> None:
-    work = tile_search.products()
+    work = search.products()
     assert len(work) == len(set(work))
     tokens = [product.tokens for product in work]
     assert len(list(dict.fromkeys(tokens))) == 1 + sum(a != b for a, b in itertools.pairwise(tokens))
@@ -91,19 +91,19 @@ def test_held_out_shapes_are_many_and_none_is_trained_on() -> None:
 
 @pytest.mark.parametrize("options", [[], ["--experts"]])
 def test_dry(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    tile_search.main(["--dry", *options])
+    search.main(["--dry", *options])
     counted, estimated = capsys.readouterr().out.splitlines()
     assert int(counted.split()[0]) > 400
     assert float(estimated.split()[2]) < 420
 
 
 def test_candidates_of_experts_are_neither_empty_nor_too_small() -> None:
-    for product in tile_experts.products(COUNTS):
-        tiles, pairs = tile_experts.choices(product), product.tokens * product.top_k
+    for product in experts.products(COUNTS):
+        tiles, pairs = experts.choices(product), product.tokens * product.top_k
         assert len(tiles) == len(set(tiles)) >= 4
         for tile in tiles:
             assert tile.sort or pairs <= 128
             assert tile.columns == 128 or not product.fp8
             assert (tile.rows + tile.tokens) * tile.columns * (1 if product.fp8 else 2) * tile.stages <= 227 * 2**10
-    found = tile_search.measure(product, Slow())
-    assert tile_search.as_json([found], {})["products"][0][:7] == [*attrs.astuple(product)]
+    found = search.measure(product, Slow())
+    assert search.as_json([found], {})["products"][0][:7] == [*attrs.astuple(product)]

@@ -4,7 +4,7 @@ import functools
 
 import attrs
 
-from weft.ops.tiles import power_of_two
+from weft.ops.tiles.tile import power_of_two
 
 # A decode launch splits a context into this many shares at most.
 _MAX_SPLITS = 64

@@ -31,7 +31,7 @@ from weft.ops.blocks_triton import TRITON_DTYPES, clamp_to_fp8
 from weft.ops.fp8 import empty_quantized
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.norm_triton import quantize
-from weft.ops.tiles import power_of_two
+from weft.ops.tiles.tile import power_of_two
 
 _LOG2_E = 1.4426950408889634
 _SEARCHED = 128

@@ -9,7 +9,7 @@ from weft.ops.gate import functional_gated, gated
 from weft.ops.linear import multiply
 from weft.ops.parts import widened
 from weft.ops.register import operator, without_derivative
-from weft.ops.tiles import leaf_columns
+from weft.ops.tiles.tile import leaf_columns
 
 
 def run_experts(

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.experts.routing_triton import Aligned
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.tiles import Tile, cdiv, leaf_columns
+from weft.ops.tiles.tile import Tile, cdiv, leaf_columns
 
 _LINE = 16
 """The TMA needs rows that start at a multiple of this many bytes."""

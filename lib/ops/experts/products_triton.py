@@ -26,7 +26,8 @@ from weft.ops.experts import products_many_triton
 from weft.ops.experts.routing_triton import Aligned, align, find_expert, scan
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
-from weft.ops.tiles import SCAN_PAIRS, Tile, cdiv, expert_tile, leaf_columns, power_of_two
+from weft.ops.tiles.experts import SCAN_PAIRS, expert_tile
+from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, power_of_two
 
 
 @triton.jit

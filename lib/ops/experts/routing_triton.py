@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.parts import num_parts
-from weft.ops.tiles import power_of_two
+from weft.ops.tiles.tile import power_of_two
 
 _CHUNKS = {512: (512, 4), 4096: (1024, 4)}
 """By the largest number of pairs: the pairs that `_align_kernel` reads at a time, and its warps."""

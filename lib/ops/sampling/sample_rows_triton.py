@@ -25,7 +25,7 @@ from torch import Tensor
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.sampling import logits as names
 from weft.ops.sampling.sample_triton import ADJUSTED, FILTERED, Processed, draw, inverse
-from weft.ops.tiles import cdiv, power_of_two
+from weft.ops.tiles.tile import cdiv, power_of_two
 from weft.sampling_table import SamplingTable
 
 _COLUMNS = 2048

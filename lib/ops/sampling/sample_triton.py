@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.sampling.splitmix import GOLDEN, MIX_1, MIX_2
-from weft.ops.tiles import cdiv, power_of_two
+from weft.ops.tiles.tile import cdiv, power_of_two
 
 _BLOCK = 1024
 _PROGRAMS = 1024

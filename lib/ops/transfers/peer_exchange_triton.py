@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.kernel_triton import kernel
-from weft.ops.tiles import cdiv
+from weft.ops.tiles.tile import cdiv
 from weft.ops.transfers import peer_packed_triton as packed
 from weft.ops.transfers.peer_packed_triton import MOST, REGION, block_of, shares_of
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.kernel_triton import kernel
-from weft.ops.tiles import cdiv
+from weft.ops.tiles.tile import cdiv
 
 PROGRAMS = 64
 """The most programs of a launch: shares of a message."""

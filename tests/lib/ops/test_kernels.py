@@ -19,7 +19,7 @@ from weft.ops import register
 from weft.ops.backends import backends
 from weft.ops.fp8 import ceil_blocks, reference_quantize
 from weft.ops.parts import sum_parts
-from weft.ops.tiles import Tile
+from weft.ops.tiles.tile import Tile
 from weft.stages.attention.rope import Rope, inverse_frequencies, rope_tables
 
 FP8 = torch.float8_e4m3fn

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
 from weft.meshes.placements import reduced
-from weft.ops.tiles import cdiv
+from weft.ops.tiles.tile import cdiv
 from weft.ops.transfers.peer_exchange_triton import Group, Pieces, exchange
 from weft.ops.transfers.peer_packed_triton import MOST
 from weft.transforms.pipelines.transports.messages import as_bytes

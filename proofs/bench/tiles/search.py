@@ -1,6 +1,6 @@
-"""All tiles of products, timed on the shapes of published models: the data of the model in `weft.ops.linear_tiles`.
+"""All tiles of products, timed on the shapes of published models: the data of the model in `weft.ops.tiles.model`.
 
-    python -m weft.proofs.bench.tile_search --out FOLDER [--experts] [--limit SECONDS] [--dry]
+    python -m weft.proofs.bench.tiles.search --out FOLDER [--experts] [--limit SECONDS] [--dry]
 
 It writes `tile_search.json.xz`, or `tile_search_experts.json.xz`: the seconds of a call for each shape, number of
 tokens and tile, and for torch's own products. Work is ordered so that the time limit cuts off what matters least: all
@@ -19,13 +19,22 @@ from typing import Any, Protocol
 
 import attrs
 
-from weft.ops.linear_tiles import candidates
-from weft.ops.tiles import Tile
-from weft.proofs.bench import tile_experts
-from weft.proofs.bench.short_graphs import compile_all, device_facts
-from weft.proofs.bench.tile_experts import ExpertProduct
-from weft.proofs.bench.tile_shapes import COUNTS, HELD_COUNTS, HELD_OUT, TRAINING, shapes
-from weft.proofs.bench.tile_timing import LIBRARIES, Choice, Compiled, Kind, LinearTimer, Product, compile_kind, kind_of
+from weft.ops.tiles.candidates import candidates
+from weft.ops.tiles.tile import Tile
+from weft.proofs.bench.tiles import experts
+from weft.proofs.bench.tiles.experts import ExpertProduct
+from weft.proofs.bench.tiles.machine import compile_all, device_facts
+from weft.proofs.bench.tiles.shapes import COUNTS, HELD_COUNTS, HELD_OUT, TRAINING, shapes
+from weft.proofs.bench.tiles.timing import (
+    LIBRARIES,
+    Choice,
+    Compiled,
+    Kind,
+    LinearTimer,
+    Product,
+    compile_kind,
+    kind_of,
+)
 from weft.proofs.environment import environment
 
 _HOPELESS = 1.4
@@ -76,7 +85,7 @@ def products() -> list[Product]:
 def choices(product: Product | ExpertProduct) -> list[Choice]:
     """torch's own products, and the candidate tiles."""
     if isinstance(product, ExpertProduct):
-        return [*tile_experts.choices(product)]
+        return [*experts.choices(product)]
     tiles = candidates(product.tokens, product.rows, product.columns, product.kind == "fp8_linear")
     return [*LIBRARIES[product.kind], *tiles]
 
@@ -155,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry", action="store_true", help="only count")
     given = parser.parse_args(argv)
     counts = tuple(count for count in _ORDER if count in COUNTS)
-    work = tile_experts.products(counts) if given.experts else products()
+    work = experts.products(counts) if given.experts else products()
     every = [(product, choice) for product in work for choice in choices(product)]
     kinds = dict.fromkeys(_kind_of(product, choice) for product, choice in every if isinstance(choice, Tile))
     print(f"{len(work)} products, {len(every)} timings, {len(kinds)} kernels", flush=True)
@@ -167,8 +176,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_linear(work, list(kinds), given.limit, given.out / "tile_search.json.xz")
 
 
-def _kind_of(product: Product | ExpertProduct, tile: Tile) -> Kind | tile_experts.ExpertKind:
-    return tile_experts.kind_of(product, tile) if isinstance(product, ExpertProduct) else kind_of(product, tile)
+def _kind_of(product: Product | ExpertProduct, tile: Tile) -> Kind | experts.ExpertKind:
+    return experts.kind_of(product, tile) if isinstance(product, ExpertProduct) else kind_of(product, tile)
 
 
 def run_linear(work: Sequence[Product | ExpertProduct], kinds: Sequence[Any], limit: float, path: Path) -> None:
@@ -197,12 +206,12 @@ def run_experts(
 ) -> None:
     """Compile, time and write products with experts."""
     start = time.time()
-    compiled = compile_all(kinds, tile_experts.compile_kind, 0.5 * limit)
+    compiled = compile_all(kinds, experts.compile_kind, 0.5 * limit)
     print(f"{len(compiled)} compiled by {time.time() - start:.0f} s", flush=True)
     for kind, error in compiled.items():
         if error:
             print(kind, error)
-    timer, found = tile_experts.ExpertTimer(compiled), list[Measured]()
+    timer, found = experts.ExpertTimer(compiled), list[Measured]()
     facts = _facts() | {"compile_seconds": time.time() - start, "aligning": list(timer.aligning(counts))}
     try:
         _search(work, timer, start, limit, found)

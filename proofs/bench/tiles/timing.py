@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops import fp8
-from weft.ops.tiles import Tile, cdiv
-from weft.proofs.bench.short_graphs import LEAST_BYTES, Graphs, drawn
+from weft.ops.tiles.tile import Tile, cdiv
+from weft.proofs.bench.graphs import LEAST_BYTES, Graphs
+from weft.proofs.bench.tiles.weights import drawn
 
 _MOST_LAUNCHES = 256
 

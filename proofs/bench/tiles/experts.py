@@ -10,8 +10,10 @@ from torch import Tensor
 
 from weft.ops import fp8
 from weft.ops.experts.routing import route
-from weft.ops.tiles import SCAN_PAIRS, Tile, power_of_two
-from weft.proofs.bench.short_graphs import LEAST_BYTES, Graphs, drawn
+from weft.ops.tiles.experts import SCAN_PAIRS
+from weft.ops.tiles.tile import Tile, power_of_two
+from weft.proofs.bench.graphs import LEAST_BYTES, Graphs
+from weft.proofs.bench.tiles.weights import drawn
 
 _ROUTES = 16
 _SHARED_BYTES = 227 * 2**10

@@ -1,10 +1,10 @@
-"""The model of `weft.ops.linear_tiles`, fitted to what `weft.proofs.bench.tile_search` measured.
+"""The model of `weft.ops.tiles.model`, fitted to what `weft.proofs.bench.tiles.search` measured.
 
-    python -m weft.proofs.bench.tile_fit proofs/results/…-tile-search.json.xz [MORE …] [--write]
+    python -m weft.proofs.bench.tiles.fit proofs/results/…-tile-search.json.xz [MORE …] [--write]
 
 It fits the model to the training shapes, and prints how far its choices are from the best of all that was timed: on the
 shapes held out, whose numbers of tokens are others too, and for each shape by a model that has all others. With
-`--write` it fits all shapes, and writes the model and these figures to `linear_tiles.json`, in the package.
+`--write` it fits all shapes, and writes the model and these figures to `linear.json`, in the package.
 """
 
 import argparse
@@ -16,24 +16,14 @@ from typing import Any
 import attrs
 import numpy as np
 
-from weft.ops import linear_tiles
-from weft.ops.gpus import MEASURED, Device
-from weft.ops.linear_tiles import (
-    TILES,
-    Array,
-    Choice,
-    Coefficients,
-    Model,
-    formula_seconds,
-    library_copies,
-    library_seconds,
-    part_seconds,
-    tile_index,
-)  # fmt: skip
-from weft.ops.tiles import Tile
-from weft.proofs.bench.tile_search import read
-from weft.proofs.bench.tile_shapes import HELD_OUT, TRAINING, shapes
-from weft.proofs.bench.tile_timing import Product
+from weft.ops.tiles.candidates import TILES, tile_index
+from weft.ops.tiles.formula import Array, Coefficients, formula_seconds, library_copies, library_seconds, part_seconds
+from weft.ops.tiles.gpus import MEASURED, Device
+from weft.ops.tiles.model import MODEL, Choice, Model
+from weft.ops.tiles.tile import Tile
+from weft.proofs.bench.tiles.search import read
+from weft.proofs.bench.tiles.shapes import HELD_OUT, TRAINING, shapes
+from weft.proofs.bench.tiles.timing import Product
 
 _LIBRARIES = ("torch", "scaled_mm")
 _START = Coefficients(5e-7, 1.1e-6, 0.86, 1.5e11, 5e-7, 5e-8, 0.8, 1.0, 3e12, 1.9)
@@ -200,7 +190,7 @@ def _percent(value: Any) -> float:
 
 
 def as_json(model: Model) -> dict[str, Any]:
-    """A model as `linear_tiles.json` has it."""
+    """A model as `linear.json` has it."""
     products: dict[str, dict[str, list[int]]] = {}
     for place, entries in zip(np.rint(np.exp(model.places)).astype(int), model.beyond, strict=True):
         flat = [
@@ -219,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Fit, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--write", action="store_true", help="write linear_tiles.json")
+    parser.add_argument("--write", action="store_true", help="write linear.json")
     given = parser.parse_args(argv)
     cases, facts = merged(given.records)
     held = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
@@ -247,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for what, values in own.items():
             print(f"  {what}: {values}")
     if given.write:
-        linear_tiles.MODEL.write_text(format_json(written), encoding="utf-8")
+        MODEL.write_text(format_json(written), encoding="utf-8")
 
 
 def format_json(written: dict[str, Any]) -> str:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 import weft.proofs
-from weft.ops import tiles
-from weft.ops.tiles import MEASURED, SCAN_PAIRS, Tile, expert_key, expert_tile
-from weft.proofs.bench import tile_search
-from weft.proofs.bench.tile_experts import ExpertProduct
+from weft.ops.tiles import experts
+from weft.ops.tiles.experts import MEASURED, SCAN_PAIRS, expert_key, expert_tile
+from weft.ops.tiles.tile import Tile
+from weft.proofs.bench.tiles import search
+from weft.proofs.bench.tiles.experts import ExpertProduct
 
 RECORD = Path(weft.proofs.__path__[0]) / "results" / "2026-11-25-h100-tile-search-experts.json.xz"
 QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
@@ -29,8 +30,8 @@ def assert_fits(tile: Tile, itemsize: int) -> None:
 
 
 def test_what_was_measured_fits() -> None:
-    assert json.loads(MEASURED.read_text()).keys() == tiles.measured().keys()
-    for key, rows in tiles.measured().items():
+    assert json.loads(MEASURED.read_text()).keys() == experts.measured().keys()
+    for key, rows in experts.measured().items():
         assert list(rows) == sorted(rows)
         for tile in rows.values():
             assert_fits(tile, 1 if " fp8 " in key else 2)
@@ -42,7 +43,7 @@ def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
     first, second = (
         expert_tile(tokens, 8, *shape, num_experts=128, itemsize=1) for shape in ((1536, 2048), (2048, 768))
     )
-    measured = [next(tile for most, tile in tiles.measured()[key].items() if tokens <= most) for key in QWEN.values()]
+    measured = [next(tile for most, tile in experts.measured()[key].items() if tokens <= most) for key in QWEN.values()]
     assert [first, second] == measured
     assert first.sort == second.sort
     assert first.tokens == second.tokens or not first.sort
@@ -51,7 +52,7 @@ def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
 def rule_losses(fp8: bool) -> list[float]:
     """How much longer both products and the sort take than with the best tiles, for each set and number of tokens; the
     second product quantises its input."""
-    found, record = tile_search.read(RECORD)
+    found, record = search.read(RECORD)
     sort = {(tokens, top_k, count): seconds for tokens, top_k, count, _, seconds in record["aligning"]}
     products: dict[Any, dict[str, dict[Any, float]]] = {}
     for one in found:
@@ -75,7 +76,7 @@ def rule_losses(fp8: bool) -> list[float]:
             for down in kinds["down_plain"]
             if (up.sort, up.tokens) == (down.sort, down.tokens) and not (fp8 and up.rows == 256)
         ]
-        tiles.expert_tile.cache_clear()
+        experts.expert_tile.cache_clear()
         shapes = (2 * inner, hidden), (hidden, inner)
         own = [expert_tile(tokens, top_k, *shape, count, 1 if fp8 else 2) for shape in shapes]
         losses.append(total(*own) / min(both) - 1)
@@ -86,7 +87,7 @@ def rule_losses(fp8: bool) -> list[float]:
 def test_the_rule_is_near_the_best_of_a_search(
     fp8: bool, tenth: float, worst: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "measured", dict)
+    monkeypatch.setattr(experts, "measured", dict)
     losses = rule_losses(fp8)
     assert len(losses) >= 55
     assert np.median(losses) <= 0.015

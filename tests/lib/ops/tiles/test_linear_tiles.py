@@ -14,23 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import weft.proofs
-from weft.ops import linear_tiles
 from weft.ops.backends import backends
 from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
-from weft.ops.gpus import MEASURED, Device, device
-from weft.ops.linear_tiles import (
-    TILES,
-    Choice,
-    candidates,
-    linear_parts,
-    linear_segments,
-    linear_tile,
-    model,
-)
-from weft.ops.tiles import segment_columns
-from weft.proofs.bench import tile_fit
-from weft.proofs.bench.tile_fit import Case
-from weft.proofs.bench.tile_shapes import HELD_OUT, TRAINING, shapes
+from weft.ops.tiles import linear
+from weft.ops.tiles.candidates import TILES, candidates
+from weft.ops.tiles.formula import Coefficients, formula_seconds
+from weft.ops.tiles.gpus import MEASURED, Device, device
+from weft.ops.tiles.linear import linear_parts, linear_segments, linear_tile, scaled_mm_lacks
+from weft.ops.tiles.model import MODEL, Choice, Model, model
+from weft.ops.tiles.tile import segment_columns
+from weft.proofs.bench.tiles import fit
+from weft.proofs.bench.tiles.fit import Case
+from weft.proofs.bench.tiles.shapes import HELD_OUT, TRAINING, shapes
 
 RECORD = Path(weft.proofs.__path__[0]) / "results" / "2026-11-25-h100-tile-search.json.xz"
 KINDS = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -38,14 +33,14 @@ KINDS = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 
 @pytest.fixture(scope="module")
 def cases() -> dict[bool, list[Case]]:
-    return tile_fit.merged([RECORD])[0]
+    return fit.merged([RECORD])[0]
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget what was chosen, before and after."""
-    remembered: list[Any] = [device, linear_tiles.scaled_mm_lacks, linear_tiles.linear_tile]
-    remembered += [linear_tiles._best, linear_tiles._best_of_parts]
+    remembered: list[Any] = [device, linear.scaled_mm_lacks, linear.linear_tile]
+    remembered += [linear._best, linear._best_of_parts]
     for one in remembered:
         one.cache_clear()
     yield
@@ -62,7 +57,7 @@ def test_choices_for_shapes_held_out_are_near_the_best_of_a_full_search(
     training = [case for case in cases[fp8] if case.shape[1:] not in held]
     apart = [case for case in cases[fp8] if case.shape[1:] in held]
     assert len({case.shape[1:] for case in apart}) >= 30
-    losses = tile_fit.losses(tile_fit.make_model(training, model(fp8).coefficients, fp8), apart)
+    losses = fit.losses(fit.make_model(training, model(fp8).coefficients, fp8), apart)
     median, tenth, hundredth, worst = np.percentile(losses, [50, 90, 99, 100])
     assert median <= 0.01
     assert tenth <= 0.05
@@ -72,7 +67,7 @@ def test_choices_for_shapes_held_out_are_near_the_best_of_a_full_search(
 
 @KINDS
 def test_measured_shapes_have_their_best_tiles(fp8: bool, cases: dict[bool, list[Case]]) -> None:
-    losses = tile_fit.losses(model(fp8), cases[fp8])
+    losses = fit.losses(model(fp8), cases[fp8])
     assert np.median(losses) == 0
     assert np.percentile(losses, 90) <= 0.02
 
@@ -81,8 +76,8 @@ def test_measured_shapes_have_their_best_tiles(fp8: bool, cases: dict[bool, list
 def test_another_record_would_be_noticed(fp8: bool, cases: dict[bool, list[Case]]) -> None:
     """A model whose measurements belong to other shapes chooses worse."""
     own = model(fp8)
-    turned = linear_tiles.Model(fp8, own.coefficients, own.usual, own.places, own.beyond[::-1])
-    assert np.mean(tile_fit.losses(turned, cases[fp8])) > 2 * np.mean(tile_fit.losses(own, cases[fp8])) + 0.01
+    turned = Model(fp8, own.coefficients, own.usual, own.places, own.beyond[::-1])
+    assert np.mean(fit.losses(turned, cases[fp8])) > 2 * np.mean(fit.losses(own, cases[fp8])) + 0.01
 
 
 sizes = st.sampled_from((8, 64, 100, 128, 768, 2048, 5120, 14336, 151936))
@@ -118,12 +113,12 @@ def test_segments_depend_on_the_weights_alone(tokens: int, rows: int, columns: i
 
 def test_segments_depend_on_no_device(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [linear_segments.__wrapped__(*shape, fp8) for shape in shapes(TRAINING) for fp8 in (False, True)]
-    monkeypatch.setattr(linear_tiles, "device", lambda: Device(10, 1e11, 1e13))
+    monkeypatch.setattr(linear, "device", lambda: Device(10, 1e11, 1e13))
     assert before == [linear_segments.__wrapped__(*shape, fp8) for shape in shapes(TRAINING) for fp8 in (False, True)]
 
 
 def test_a_gpu_that_was_not_measured_has_the_tiles_of_a_rule(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_tiles, "device", lambda: None)
+    monkeypatch.setattr(linear, "device", lambda: None)
     assert linear_tile(64, 4096, 4096, False) is None
     tile = linear_tile(64, 4096, 4096, True)
     assert tile is not None
@@ -145,8 +140,8 @@ def test_a_faster_memory_changes_predictions_and_a_name_chooses_the_gpu(monkeypa
 
 def test_torchs_product_in_fp8_is_chosen_where_it_runs(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert linear_tile(2048, 6144, 4096, True) is not None
-    monkeypatch.setattr(linear_tiles, "scaled_mm_lacks", lambda: None)
-    for one in (linear_tiles.linear_tile, linear_tiles._best):
+    monkeypatch.setattr(linear, "scaled_mm_lacks", lambda: None)
+    for one in (linear.linear_tile, linear._best):
         one.cache_clear()
     assert [linear_tile(tokens, 4096, 4096, True) for tokens in MANY] == [None] * len(MANY)
     assert linear_tile(1, 6144, 4096, True) is not None
@@ -172,7 +167,7 @@ def test_what_torchs_product_in_fp8_lacks(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    found = linear_tiles.scaled_mm_lacks.__wrapped__()
+    found = linear.scaled_mm_lacks.__wrapped__()
     assert found is None if seen is None else seen in str(found)
 
 
@@ -212,14 +207,14 @@ MANY = (512, 1023, 2049)
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", MANY)
 def test_many_tokens_in_fp8_have_the_references_result(tokens: int) -> None:
-    linear: Any = importlib.import_module("weft.ops.linear")
+    ops: Any = importlib.import_module("weft.ops.linear")
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, 4096, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.rand(32, 32, device="cuda")
-    if linear_tiles.scaled_mm_lacks() is None:
+    if scaled_mm_lacks() is None:
         assert linear_tile(tokens, 4096, 4096, True) is None
     made = Quantized(*reference_quantize(x))
-    out = linear.fp8_linear(made, weight, scale, dtype=torch.bfloat16)
+    out = ops.fp8_linear(made, weight, scale, dtype=torch.bfloat16)
     expected = dequantize(made).double() @ dequantize_weight(weight, scale).double().t()
     assert float((out.double() - expected).abs().max() / expected.abs().max()) < 0.01
 
@@ -232,21 +227,19 @@ def test_the_doctor_says_how_tiles_are_chosen(monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_the_file_is_as_it_is_written() -> None:
-    text = linear_tiles.MODEL.read_text(encoding="utf-8")
-    assert tile_fit.format_json(json.loads(text)) == text
+    text = MODEL.read_text(encoding="utf-8")
+    assert fit.format_json(json.loads(text)) == text
     assert max(map(len, text.splitlines())) < 2000
 
 
 def synthetic(fp8: bool) -> list[Case]:
     """Products whose seconds are the formula's, with coefficients that are not those of the start."""
-    by = linear_tiles.Coefficients(6e-7, 9e-7, 0.8, 1.2e11, 4e-7, 8e-8, 0.7, 0.9, 2e12, 2.2)
+    by = Coefficients(6e-7, 9e-7, 0.8, 1.2e11, 4e-7, 8e-8, 0.7, 0.9, 2e12, 2.2)
     found = []
     for rows, columns in shapes(TRAINING)[::4]:
         for tokens in (1, 32, 128, 2048):
             tiles: list[Choice] = [*candidates(tokens, rows, columns, fp8)]
-            own = linear_tiles.formula_seconds(
-                tokens, rows, columns, fp8, [one for one in tiles if one is not None], MEASURED, by
-            )
+            own = formula_seconds(tokens, rows, columns, fp8, [one for one in tiles if one is not None], MEASURED, by)
             seconds = dict(zip(tiles, own.tolist(), strict=True))
             found.append(Case((tokens, rows, columns), seconds, seconds))
     return found
@@ -255,12 +248,12 @@ def synthetic(fp8: bool) -> list[Case]:
 @KINDS
 def test_the_fit_finds_coefficients_again(fp8: bool) -> None:
     cases = synthetic(fp8)
-    by = tile_fit.fit(cases, fp8)
+    by = fit.fit(cases, fp8)
     for case in cases:
-        own = linear_tiles.formula_seconds(*case.shape, fp8, [one for one in case.seconds if one], MEASURED, by)
+        own = formula_seconds(*case.shape, fp8, [one for one in case.seconds if one], MEASURED, by)
         near = np.array([*case.seconds.values()]) <= 1.4 * min(case.seconds.values())
         assert np.abs(np.log(own / np.array([*case.seconds.values()])))[near].max() < 0.1
-    found = tile_fit.make_model(cases, by, fp8)
-    again = tile_fit.as_json(found)
+    found = fit.make_model(cases, by, fp8)
+    again = fit.as_json(found)
     assert len(again["usual"]) == len(TILES[fp8])
     assert sum(len(products) for products in again["products"].values()) == len(cases)

@@ -1,0 +1,69 @@
+"""The tiles of the products with experts: a function of shapes alone.
+
+`experts.json` beside this module has the best tiles measured on an H200. Other shapes, and more tokens, have defaults.
+Nothing is tried out at run time.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+from weft.ops.tiles.gpus import device
+from weft.ops.tiles.tile import Tile, cdiv
+
+MEASURED = Path(__file__).parent / "experts.json"
+"""Lists of `{"tokens": the most tokens, "tile": the fields of a Tile}`, by product."""
+
+SCAN_PAIRS = 64
+"""The (token, expert) pairs for which a program that finds its expert's tokens itself is made at least."""
+
+_FEW_PAIRS = 4
+"""The most pairs that are not sorted, for shapes that were not measured."""
+
+_BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] = {
+    False: ((8, (64, 16, 128, 4, 3)), (32, (64, 32, 128, 4, 3)), (float("inf"), (256, 64, 64, 8, 4))),
+    True: ((8, (64, 16, 128, 4, 3)), (float("inf"), (128, 64, 128, 4, 3))),
+}
+"""Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number of pairs per expert.
+On ten sets of experts and six numbers of tokens, with at most 256 pairs per expert, timed on an H100 (`python -m
+weft.proofs.bench.tiles.search --experts`), both products and the sort take 0.5 and 1.1 % longer than with the best
+tiles (median), 2.6 and 5.8 % in the 90th percentile, and 6 and 17 % at the worst."""
+
+
+@functools.cache
+def measured() -> dict[str, dict[int, Tile]]:
+    """The table of `experts.json`: for each key, tiles by the most tokens for which they were best, ascending."""
+    table = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return {key: {row["tokens"]: Tile(*row["tile"]) for row in rows} for key, rows in table.items()}
+
+
+def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
+    """The key in `experts.json` of the product of experts with weights `[num_experts, rows, columns]`."""
+    return f"experts {'fp8' if fp8 else 'bf16'} {num_experts}x{rows}x{columns}"
+
+
+def _measured_tile(key: str, tokens: int) -> Tile | None:
+    """The best tile, if these shapes were measured for this many tokens."""
+    return next((tile for most, tile in measured().get(key, {}).items() if tokens <= most), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, itemsize: int) -> Tile:
+    """The tile of a product with experts.
+
+    Args:
+        rows: of the weights; in the first product 2 * I, and half of a tile's rows are gates.
+        itemsize: bytes of an element of the weights; 1 is FP8.
+    """
+    if itemsize < 4:
+        tile = _measured_tile(expert_key(rows, columns, num_experts, itemsize == 1), tokens)
+        if tile is not None:
+            return tile
+    pairs = tokens * top_k
+    if itemsize < 4 and device() is not None:
+        own = next(own for most, own in _BY_PAIRS[itemsize == 1] if pairs <= most * num_experts)
+        return Tile(*own, sort=pairs > _FEW_PAIRS)
+    each, sort, across = cdiv(pairs, num_experts), pairs > SCAN_PAIRS, 128 // itemsize
+    if sort and each > 16:
+        return Tile(128, 64, across, 4, 3, sort=True)
+    return Tile(128, 16, across, 4, 3, sort=sort)

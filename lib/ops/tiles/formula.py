@@ -1,0 +1,103 @@
+"""The formula for the seconds of a linear layer with a tile, and of torch's own product."""
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.ops.fp8 import BLOCK
+from weft.ops.tiles.gpus import Device
+from weft.ops.tiles.tile import Tile, power_of_two
+
+Array = NDArray[np.float64]
+
+
+@attrs.frozen
+class Coefficients:
+    """The coefficients of the formula.
+
+    Args:
+        launch: seconds of any launch.
+        fill: seconds until the programs that are there together have their first tiles.
+        dram: of the bandwidth, when the weights are read once.
+        feed: bytes per second into one multiprocessor.
+        latency: seconds from a load to its arrival; all stages but one are in flight.
+        step: seconds of a step besides.
+        peak, chain: of the tensor cores' peak, for all programs of a multiprocessor and for one that waits for itself.
+        store: bytes per second of the result.
+        power: the bounds are added as a norm with this exponent.
+    """
+
+    launch: float
+    fill: float
+    dram: float
+    feed: float
+    latency: float
+    step: float
+    peak: float
+    chain: float
+    store: float
+    power: float
+
+
+def formula_seconds(
+    tokens: int, rows: int, columns: int, fp8: bool, tiles: Sequence[Tile], gpu: Device, by: Coefficients
+) -> Array:
+    """The seconds of a product with each tile, by the formula.
+
+    Programs run in rounds: as many at a time as fit in the multiprocessors' shared memory and registers. The bounds are
+    the weights' bytes, the bytes into a multiprocessor, the chain of one program's steps, and the tensor cores.
+    """
+    values = np.array([(t.rows, t.tokens, t.columns, t.warps, t.stages, t.parts) for t in tiles], float).T
+    height, count, across, warps, stages, parts = values
+    itemsize, peak = (1, 2 * gpu.peak) if fp8 else (2, gpu.peak)
+    shared = (height + count) * across * itemsize * stages + 1024
+    registers = height * count / (32 * warps) * (2 if fp8 else 1)
+    registers = np.minimum(255, registers + np.where(warps > 4, 40, np.where(count < 64, 60, 80)))
+    together = np.maximum(1, np.minimum(np.floor(228 * 1024 / shared), np.floor(2**16 / (registers * 32 * warps))))
+    programs = np.ceil(rows / height) * np.ceil(tokens / count) * parts
+    each, rounds = np.ceil(programs / gpu.processors), np.ceil(programs / (gpu.processors * together))
+    steps = np.ceil(np.ceil(columns / across) / parts)
+    multiply = 2 * height * count * across * gpu.processors / peak
+    bounds = (
+        rows * columns * itemsize / (gpu.bandwidth * by.dram),
+        each * steps * (height + count) * across * itemsize / by.feed,
+        rounds * steps * (by.latency / (stages - 1) + by.step + multiply / by.chain),
+        each * steps * multiply / by.peak,
+    )
+    total = sum(np.power(bound, by.power) for bound in bounds) ** (1 / by.power)
+    stored = parts * np.where(parts > 1, 4, 2) * tokens * rows / by.store
+    return np.asarray(by.launch + by.fill * rounds + total + stored)
+
+
+def library_seconds(tokens: int, rows: int, columns: int, fp8: bool, gpu: Device, by: Coefficients) -> float:
+    """The seconds of torch's own product, by the formula: in bfloat16 it has a good tile for any shape, so that there
+    are bounds alone; in FP8 its tiles have 128 rows and tokens."""
+    if fp8:
+        tile = Tile(128, min(128, power_of_two(max(tokens, 16))), 128, 8, 4)
+        return float(formula_seconds(tokens, rows, columns, True, [tile], gpu, by)[0])
+    read, multiplied = 2 * rows * columns / (0.85 * gpu.bandwidth), 2 * tokens * rows * columns / (0.75 * gpu.peak)
+    return float(2e-6 + (read**3 + multiplied**3) ** (1 / 3))
+
+
+COPY_SECONDS = 2e-6
+"""The seconds of a small copy."""
+
+
+def library_copies(columns: int, fp8: bool) -> float:
+    """The seconds of the copies that torch's product in FP8 needs: the scales by columns, and blocks padded to four."""
+    return (COPY_SECONDS + (COPY_SECONDS if columns % (4 * BLOCK) else 0.0)) if fp8 else 0.0
+
+
+def part_seconds(tokens: int, rows: int, parts: int) -> float:
+    """The seconds that the next kernel takes longer for parts than for their sum, as measured on an H100.
+
+    A norm has a program for each token, which reads all parts of its row at 110 GB/s; a gate has several. All programs
+    together read at 7.5 TB/s from the cache, and at 2.5 what does not fit there.
+    """
+    if parts == 1:
+        return 0.0
+    more = (4 * parts - 2) * (rows if rows <= 8192 else 2048) / 1.1e11
+    total = (4 * parts - 2) * tokens * rows / (7.5e12 if 4 * parts * tokens * rows <= 25e6 else 2.5e12)
+    return float(0.1e-6 + (more**2 + total**2) ** 0.5)

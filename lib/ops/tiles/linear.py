@@ -1,0 +1,112 @@
+"""The tile of a linear layer: for any shape the one with the least seconds by a model of the device.
+
+A choice is a function of shapes and of the device's name, so that all ranks make the same one; nothing is tried out at
+run time.
+"""
+
+import functools
+
+import attrs
+import torch
+from torch.nn import functional as F
+
+from weft.ops.fp8 import BLOCK
+from weft.ops.tiles.candidates import candidates
+from weft.ops.tiles.formula import COPY_SECONDS
+from weft.ops.tiles.gpus import MEASURED, device
+from weft.ops.tiles.model import model
+from weft.ops.tiles.tile import Tile, cdiv, power_of_two, segment_columns
+
+FEW_TOKENS = 128
+"""The most tokens for which the segments of a batch-invariant product have programs of their own."""
+
+
+@functools.cache
+def scaled_mm_lacks() -> str | None:
+    """Why `scaled_mm`, torch's product in FP8 blocks, cannot run here; None: it can."""
+    cuda = torch.version.cuda
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no scaled_mm"
+    if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
+        return f"it needs CUDA 12.9, and torch has {cuda}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(0) != (9, 0):
+        return "it needs compute capability 9.0"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def linear_tile(tokens: int, rows: int, columns: int, fp8: bool, batch_invariant: bool = False) -> Tile | None:
+    """The tile of a linear layer; None: torch's own product."""
+    if not batch_invariant:
+        return _best(_rounded(tokens), tokens % 4 > 0, rows, columns, fp8)
+    segments = linear_segments(rows, columns, fp8)
+    parts = segments if tokens <= FEW_TOKENS else 1
+    if device() is None:
+        return attrs.evolve(_by_rule(tokens, rows, columns, fp8), parts=parts, segments=segments)
+    return attrs.evolve(_best_of_parts(_rounded(tokens), rows, columns, fp8, parts), segments=segments)
+
+
+def _rounded(tokens: int) -> int:
+    """The number of tokens that stands for others: one, and multiples of 16, of 64 from 128 on, of 256 from 1024 on."""
+    step = 16 if tokens <= 128 else 64 if tokens <= 1024 else 256
+    return cdiv(max(tokens, 1), step) * step if tokens > 1 else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> Tile | None:
+    """The best choice; torch's product in FP8 takes a multiple of four tokens, and others are padded."""
+    gpu = device()
+    if gpu is None:
+        return _by_rule(tokens, rows, columns, fp8) if fp8 else None
+    has_library = not fp8 or (scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
+    choices = [*candidates(tokens, rows, columns, fp8), *([None] if has_library else [])]
+    costs = model(fp8).costs(tokens, rows, columns, choices, gpu)
+    if fp8 and has_library and is_padded:
+        costs[-1] += COPY_SECONDS + tokens * columns / 1e12
+    return choices[int(costs.argmin())]
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_of_parts(tokens: int, rows: int, columns: int, fp8: bool, parts: int) -> Tile:
+    """The best tile with this many parts."""
+    known = [*dict.fromkeys(attrs.evolve(tile, parts=parts) for tile in candidates(tokens, rows, columns, fp8))]
+    return known[int(model(fp8).costs(tokens, rows, columns, known, device() or MEASURED).argmin())]
+
+
+def one_part_tile(tokens: int, rows: int, columns: int) -> Tile:
+    """The best tile in FP8 in one part, where torch's product does not take what it is given."""
+    return _best_of_parts(_rounded(tokens), rows, columns, True, 1)
+
+
+def _by_rule(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
+    """The tile of a linear layer on a GPU of another kind."""
+    if tokens > 64:
+        if not fp8:
+            return Tile(128, 128, 64, 8, 4)
+        return Tile(64 if tokens <= 512 else 128, 64, 128, 4, 3)
+    programs, steps = cdiv(rows, 64), cdiv(columns, 128)
+    parts = max(1, min(steps // 4, 256 // programs, 8))
+    return Tile(64, max(16, power_of_two(tokens)), 128, 4, 4, parts)
+
+
+@functools.cache
+def linear_segments(rows: int, columns: int, fp8: bool) -> int:
+    """The segments of a batch-invariant product with weights `[rows, columns]`: a function of the weights alone, of no
+    device and no measurement.
+
+    They are so many that about 128 programs, one for each multiprocessor, read the weights, and 256 in FP8. Best tiles
+    of at most 128 tokens that have as many parts take as long as those of any parts (median of 78 and 75 shapes).
+    """
+    programs = 256 if fp8 else 128
+    parts = max(1, min(cdiv(columns, 128) // 4, programs // cdiv(rows, 64), 8))
+    return cdiv(columns, segment_columns(columns, parts))
+
+
+def linear_parts(tokens: int, rows: int, columns: int, fp8: bool, batch_invariant: bool = False) -> int:
+    """The parts of a linear layer on CUDA."""
+    tile = linear_tile(tokens, rows, columns, fp8, batch_invariant)
+    if tile is None or batch_invariant:
+        return 1 if tile is None else tile.parts
+    # Every part has columns, the last one too.
+    steps = cdiv(columns, tile.columns)
+    return cdiv(steps, cdiv(steps, tile.parts))

@@ -1,0 +1,67 @@
+"""A tile of a product, and arithmetic with sizes."""
+
+import attrs
+
+from weft.errors import DescriptorError
+
+
+@attrs.frozen
+class Tile:
+    """The part of a product that one program computes.
+
+    Args:
+        rows: of the weights, a power of two.
+        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the left operand, since the
+            tensor cores of sm_90 take at least 64 rows of it.
+        columns: at a time, a power of two; 128 in FP8.
+        warps: of a program.
+        stages: tiles in flight.
+        parts: into which the columns are split, each with programs of its own; of a linear layer.
+        sort: whether the pairs are sorted by expert beforehand; of experts.
+        segments: into which a batch-invariant product splits the columns: each is summed by itself, and their sums are
+            added first to last, by one program, or by the next kernel where the parts are as many.
+    """
+
+    rows: int
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+    parts: int = 1
+    sort: bool = False
+    segments: int = 1
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n.
+
+    >>> [power_of_two(n) for n in (0, 1, 5, 8)]
+    [1, 1, 8, 8]
+    """
+    return 1 << (max(n, 1) - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; a call of Triton's own takes microseconds on the host.
+
+    >>> cdiv(5, 2)
+    3
+    """
+    return -(-a // b)
+
+
+def segment_columns(columns: int, segments: int) -> int:
+    """The columns of a segment, a multiple of every tile's."""
+    return cdiv(cdiv(columns, 128), segments) * 128
+
+
+def leaf_columns(columns: int, leaves: int, multiple: int = 1) -> int:
+    """The columns of each of the equal leaves of a product; 0 leaves: all of them.
+
+    Raises:
+        DescriptorError: there are no such leaves, or they are no multiples.
+    """
+    if columns % (leaves * multiple if leaves > 1 else 1):
+        instead = f"a number of leaves whose columns are {'whole' if multiple == 1 else f'a multiple of {multiple}'}"
+        raise DescriptorError(f"a product with leaves={leaves}", f"{columns} columns", instead)
+    return columns // max(leaves, 1)

@@ -1,0 +1,15 @@
+"""The weights of timed products, which take turns."""
+
+import torch
+from torch import Tensor
+
+_ARENA = 2**31
+"""Elements from which all weights of a dtype are cut."""
+
+
+def drawn(dtype: torch.dtype) -> Tensor:
+    """Random elements, from which weights are cut."""
+    arena = torch.empty(_ARENA, dtype=dtype, device="cuda")
+    for some in arena.split(2**27):
+        some.copy_(torch.randn(len(some), device="cuda") * (16 if arena.itemsize == 1 else 1))
+    return arena
