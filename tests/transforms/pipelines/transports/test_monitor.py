@@ -1,4 +1,4 @@
-"""Records and the monitor: the ranks' records and the rank to blame, without processes and by a fake clock."""
+"""The monitor: the rank to blame, by the ranks' records, without processes and by a fake clock."""
 
 import threading
 import time
@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from clocks import FakeTime
-from hypothesis import given, strategies as st
 from ranks import advance, scale
 
 from weft.errors import ProgramError, RankError
@@ -23,7 +22,7 @@ from weft.transforms.pipelines.transports.failures import Clock, Failure
 from weft.transforms.pipelines.transports.monitor import BEGIN, Monitor
 from weft.transforms.pipelines.transports.network import Secret
 from weft.transforms.pipelines.transports.places import Places
-from weft.transforms.pipelines.transports.records import Exit, Liveness, Position, Records, write_exit
+from weft.transforms.pipelines.transports.records import Exit, Position, Records, write_exit
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.transforms.pipelines.transports.watchdog import Watchdog
 
@@ -56,26 +55,6 @@ def together(*calls: Any) -> list[Any]:
     for thread in threads:
         thread.join()
     return found
-
-
-def test_a_record_of_another_transport_of_the_run_is_none_of_this_one() -> None:
-    store = dist.HashStore()
-    first, second = (dist.PrefixStore(f"weft/0/{number}", store) for number in range(2))
-    own = [Records(own, 0, store, SECRET, prefix=f"weft/0/{number}") for number, own in enumerate((first, second))]
-    own[0].write_failure(Failure(1, "recv", "long ago"))
-    assert str(own[0].failure()) == str(Failure(1, "recv", "long ago"))
-    second.set("failure", first.get("failure"))
-    with pytest.raises(RankError, match=r"'weft/0/1/failure' holds .* not sealed with this run's secret"):
-        own[1].failure()
-
-
-@given(st.builds(Position, st.integers(0, 9), st.text("abc-", min_size=1), st.integers(0, 9), st.text()))
-def test_a_position_is_read_as_it_was_written(position: Position) -> None:
-    store = dist.HashStore()
-    records = Records(store, 0, store, SECRET)
-    records.write_position(position)
-    records.write_beat(3, position)
-    assert (records.position(0), records.device_position(0)) == (position, position)
 
 
 def beating(monitors: list[Monitor], time: FakeTime) -> list[Watchdog]:
@@ -381,19 +360,6 @@ def test_a_rank_that_stops_while_it_connects_is_named() -> None:
         one.connect_together(for_ever, 0.8)
     assert (error.value.rank, error.value.instruction) == (1, "connect")
     assert error.value.cause == "TimeoutError: no progress for 0.8 s"
-
-
-def test_a_rank_whose_heartbeat_changes_is_alive() -> None:
-    one, two = monitors(2)
-    pulse = Liveness(Clock())
-    for count in range(3):
-        two.records.write_beat(count, Position() if count else None)
-        pulse.observe(one.records, [0, 1])
-    assert pulse.silent(60) == []
-    assert pulse.silent(-1) == [1]  # rank 0 has never beaten
-    heard = one.records.beat(1)
-    assert heard is not None
-    assert (heard.count, heard.position, one.records.beat(0)) == (2, Position(), None)
 
 
 @pytest.mark.parametrize(("host", "name"), [(None, "the launcher"), (0, "rank 0")])

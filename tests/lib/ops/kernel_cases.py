@@ -1,0 +1,282 @@
+"""The Triton kernels of a decoder layer, with small arguments, and the operators that they implement."""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.ops.fp8 import ceil_blocks, reference_quantize
+from weft.ops.tiles.tile import Tile
+from weft.stages.attention.rope import Rope, inverse_frequencies, rope_tables
+
+FP8 = torch.float8_e4m3fn
+GENERATOR = torch.Generator().manual_seed(11)
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """A kernel by `module:function`, its arguments, and the operator, by `module:op` of weft.ops, whose reference gives
+    the expected results.
+
+    Args:
+        more: the function's extra arguments, after the operator's.
+        given: the function's other arguments, if they are not the operator's.
+        written: the arguments that are written in place.
+        tolerance: relative to the norm of a result; FP8 values and integers must be equal.
+    """
+
+    name: str
+    kernel: str
+    op: str
+    args: tuple[Any, ...]
+    more: tuple[Any, ...] = ()
+    written: tuple[int, ...] = ()
+    tolerance: float = 2e-6
+    given: tuple[Any, ...] | None = None
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=GENERATOR) * scale).to(dtype)
+
+
+def fp8_weight(*shape: int) -> tuple[Tensor, Tensor]:
+    *outer, rows, columns = shape
+    scale = torch.rand(*outer, ceil_blocks(rows), ceil_blocks(columns), generator=GENERATOR) / 64
+    return randn(*shape, scale=16.0).to(FP8), scale
+
+
+def norms() -> list[Case]:
+    found = []
+    for columns, parts in ((32, 0), (300, 1), (2048, 3)):
+        for dtype in (torch.float32, torch.float16):
+            x = randn(*((parts,) if parts else ()), 3, columns, dtype=torch.float32 if parts else dtype)
+            residual, weight = randn(3, columns, dtype=dtype), 1 + randn(columns, dtype=dtype)
+            near = 2e-6 if dtype == torch.float32 else 5e-3
+            name, both, module = f"{columns} {parts} {dtype}", (x, residual, weight, 1e-5), "weft.ops.norm_triton:"
+            found += [
+                Case(f"add_rms_norm {name}", f"{module}add_norm", "norm:add_rms_norm", both, tolerance=near),
+                Case(f"rms_norm {name}", f"{module}norm", "norm:rms_norm", (residual, weight, 1e-5), tolerance=near),
+                Case(f"add_parts {name}", f"{module}add", "norm:add_parts", (x, residual), tolerance=near),
+                Case(f"quantize {name}", f"{module}quantize", "fp8:quantize", (residual,)),
+            ]
+    return found
+
+
+def gates() -> list[Case]:
+    found = []
+    for inner, parts in ((20, 0), (128, 2), (1152, 0)):
+        x, module = randn(*((parts,) if parts else ()), 3, 2 * inner), "weft.ops.gate_triton:"
+        for dtype, near in ((torch.float32, 2e-6), (torch.float16, 1e-4)):
+            name = f"silu_mul {inner} {parts} {dtype}"
+            found.append(Case(name, f"{module}silu_mul", "gate:silu_mul", (x, dtype), tolerance=near))
+    return found
+
+
+def rotations() -> list[Case]:
+    found = []
+    for heads, kv_heads, dim, starts, parts, normed, section in (
+        (3, 1, 8, (24, 32), 0, True, None),
+        (4, 2, 6, (128, 256), 2, True, None),
+        (8, 2, 16, (128, 160), 1, False, None),
+        (4, 2, 16, (64, 96), 0, False, (2, 3, 3)),  # as in a model with mRoPE, which only the tables depend on
+    ):
+        columns = starts[1] + kv_heads * dim
+        qkv = randn(*((parts,) if parts else ()), 5, columns)
+        angles = randn(5, dim // 2)
+        tables = angles.cos(), angles.sin()
+        if section is not None:
+            positions = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [300, 3, 2]])
+            tables = rope_tables(inverse_frequencies(Rope(), dim, 512)[0], positions, 1.0, torch.float32, section)
+        norms = (1 + randn(dim), 1 + randn(dim)) if normed else (None, None)
+        slots = torch.tensor([7, -1, 0, 11, 3])
+        args = (qkv, *norms, 1e-6, *tables, slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
+        kernel = "weft.ops.rotary_triton:rotate_and_keep"
+        name = f"rotate_and_keep {heads} {dim} {parts} {section}"
+        found.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=(7,)))
+    return found
+
+
+def routes() -> list[Case]:
+    kernel, ties = "weft.ops.experts.routing_triton:route", torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]])
+    return [
+        Case(
+            f"route {experts} {top_k} {renormalize}",
+            kernel,
+            "experts.routing:route",
+            (logits, top_k, renormalize, torch.float32),
+        )
+        for experts, top_k, logits in ((5, 3, ties), (128, 8, randn(3, 1, 128)), (60, 1, randn(4, 60)))
+        for renormalize in (False, True)
+    ]
+
+
+def linears() -> list[Case]:
+    found, kernel = [], "weft.ops.linear_triton:run_tile"
+    for tokens, rows, columns, tile in (
+        (1, 200, 300, Tile(64, 16, 128, 4, 2)),
+        (17, 64, 512, Tile(64, 16, 128, 4, 2)),
+        (70, 130, 256, Tile(128, 64, 128, 4, 2)),
+    ):
+        x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
+        rest, op = (*fp8_weight(rows, columns), bias, torch.float32), "linear:fp8_linear"
+        given = (*reference_quantize(x), *rest)
+        found.append(Case(f"fp8_linear {tokens}", kernel, op, (*given, 0), (tile,), given=given))
+        whole = "weft.ops.linear_triton:fp8_linear"
+        found.append(Case(f"fp8_linear {tokens} of plain values", whole, op, (x, None, *rest, 0)))
+    return found
+
+
+def parts() -> list[Case]:
+    """Products left in parts, against their references' sums."""
+    found, kernel = [], "weft.ops.linear_triton:run_tile"
+    for tokens, rows, columns, tile in (
+        (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
+        (66, 72, 512, Tile(64, 64, 128, 4, 2, parts=4)),
+    ):
+        x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
+        split = (x, None, weight, None, bias, torch.float32)
+        found.append(Case(f"linear {tokens}", kernel, "linear:linear", (x, weight, bias, 0), (tile,), given=split))
+        in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
+        tile = attrs.evolve(tile, columns=128)
+        name, op = f"fp8_linear {tokens} parts", "linear:fp8_linear"
+        found.append(Case(name, kernel, op, (*in_fp8, 0), (tile,), given=in_fp8))
+    return found
+
+
+def leaves() -> list[Case]:
+    """Products cut into leaves, of columns that are and are not those of a tile, and the sum of leaves."""
+    found, module = [], "weft.ops.linear_triton"
+    for tokens, rows, columns, count, dtype in (
+        (3, 72, 200, 1, torch.float32),
+        (3, 72, 200, 4, torch.float16),
+        (70, 72, 512, 2, torch.float16),
+        (70, 30, 40, 8, torch.float32),
+    ):
+        x, weight, bias = randn(tokens, columns, dtype=dtype), randn(rows, columns, dtype=dtype), randn(rows)
+        args = (x, weight, bias.to(dtype) if count > 1 else None, count)
+        found.append(Case(f"linear {tokens}, {count} leaves", f"{module}:linear", "linear:linear", args))
+        x, weights = randn(tokens, 128 * count), fp8_weight(rows, 128 * count)
+        args = (*reference_quantize(x), *weights, None, torch.float32, count)
+        found.append(Case(f"fp8_linear {tokens}, {count} leaves", f"{module}:fp8_linear", "linear:fp8_linear", args))
+        for each in (1, 3):
+            kind = dtype if each == 1 else torch.float32
+            given, name = (randn(count * each, tokens, rows), count, kind), f"sum_leaves {tokens}, {count} of {each}"
+            found.append(Case(name, "weft.ops.leaves_triton:sum_leaves", "leaves:sum_leaves", given, tolerance=0))
+    return found
+
+
+def experts() -> list[Case]:
+    small, large, whole = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True), Tile(256, 16, 128, 4, 2)
+    found = []
+    for tokens, top_k, num, fp8, tiles, leaves, *own in (
+        (1, 2, 4, False, (small, small), 0),
+        (1, 2, 4, False, (small, small), 2),
+        (1, 2, 4, True, (attrs.evolve(small, sort=True), small), 0),
+        (9, 2, 4, True, (whole, small), 0),
+        (9, 2, 4, True, (whole, small), 2),
+        (9, 2, 4, True, (attrs.evolve(small, sort=True), attrs.evolve(small, sort=True)), 0),
+        (9, 2, 4, False, (attrs.evolve(small, sort=True), attrs.evolve(small, sort=True)), 4),
+        (20, 1, 1, False, (small, attrs.evolve(small, columns=16)), 0),
+        (300, 2, 3, True, (attrs.evolve(whole, sort=True), large), 0),
+        (300, 2, 3, True, (attrs.evolve(large, rows=256), attrs.evolve(large, tokens=128)), 0),
+        (300, 2, 3, True, (large, attrs.evolve(large, rows=128)), 0),
+        (300, 2, 3, True, (large, attrs.evolve(large, rows=128)), 2),
+        (300, 2, 3, False, (large, attrs.evolve(small, sort=True)), 0),
+        (300, 2, 3, False, (attrs.evolve(large, columns=16), large), 0),
+        (300, 2, 3, False, (attrs.evolve(large, columns=16), large), 2),
+        (9, 2, 4, True, (whole, small), 0, 1, 3),
+        (300, 2, 6, True, (large, attrs.evolve(large, rows=128)), 0, 2, 4),
+        (300, 2, 6, False, (attrs.evolve(small, sort=True), large), 0, 0, 2),
+    ):
+        hidden, inner = (160, 128 * max(leaves, 1)) if fp8 else (40, 24)
+        x = randn(tokens, hidden)
+        gate_up, down = randn(num, 2 * inner, hidden), randn(num, hidden, inner)
+        gate_up_scale = down_scale = scales = None
+        if fp8:
+            x, scales = reference_quantize(x)
+            (gate_up, gate_up_scale), (down, down_scale) = fp8_weight(*gate_up.shape), fp8_weight(*down.shape)
+        # No token chooses the last expert, if there are several.
+        chosen = torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
+        weights = torch.rand(tokens, top_k, generator=GENERATOR)
+        start, stop = own or (0, num)  # the experts that are here
+        held = [None if one is None else one[start:stop] for one in (gate_up, gate_up_scale, down, down_scale)]
+        args = (x, scales, *held, weights, chosen.contiguous(), torch.float32, start, num)
+        # A sum that is rounded another way may fall to the next value of FP8.
+        near = 5e-3 if fp8 else 2e-6
+        name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts.products_triton:run_tiles"
+        more, op = (*tiles, leaves), "experts.products:run_experts"
+        found.append(Case(name, kernel, op, (*args, leaves), more, tolerance=near, given=args))
+    return found
+
+
+def loras() -> list[Case]:
+    """One, two and three products; y in parts; ranks split over steps and columns shared by programs; slots without
+    tokens, and tokens without a slot."""
+    found, kernel = [], "weft.ops.lora_triton:add_lora"
+    for tokens, columns, starts, rank, num_slots, parts, dtype, is_cut in (
+        (1, 40, (0, 24), 3, 1, 0, torch.float32, False),
+        (5, 40, (0, 24, 32, 40), 8, 3, 0, torch.float32, False),
+        (37, 1500, (0, 70, 200), 16, 4, 3, torch.float32, False),
+        (20, 200, (0, 130), 100, 2, 0, torch.float32, False),
+        (20, 136, (0, 128, 256, 300), 4, 2, 2, torch.float16, False),
+        (20, 136, (0, 300), 4, 2, 2, torch.float16, True),
+        (37, 1500, (0, 70), 16, 4, 4, torch.float32, True),
+    ):
+        y = randn(*((parts,) if parts else ()), tokens, starts[-1], dtype=torch.float32 if parts else dtype)
+        a = randn(num_slots, len(starts) - 1, rank, columns, scale=columns**-0.5, dtype=dtype)
+        b = randn(num_slots, starts[-1], rank, scale=rank**-0.5, dtype=dtype)
+        slots = torch.randint(-1, num_slots, (tokens,), generator=GENERATOR, dtype=torch.int32)
+        slots[0] = 0
+        there = slots[slots >= 0].unique()
+        active = torch.cat([there, torch.full((2,), -1)]).int()
+        args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts, parts * is_cut)
+        near, cut = 2e-6 if dtype == torch.float32 else 1e-3, ", cut" * is_cut
+        found.append(Case(f"add_lora {tokens} {rank} {dtype}{cut}", kernel, "lora:add_lora", args, tolerance=near))
+    return found
+
+
+def requests() -> list[Case]:
+    """Reads and writes of the table of requests: padding, prompts and decodes, tokens after the end, drafts at a limit,
+    more requests than a block, and no request."""
+    found, module = [], "weft.ops.requests_triton"
+    for lengths, rows, behind in (
+        ((1, 1, 1), (2, 0, 1), 0),
+        ((4, 1, 3, 1), (5, 1, 6, -1), 3),
+        ((1,) * 150 + (200,), (*range(150), -1), 9),
+        ((), (), 0),
+    ):
+        size, starts, num_rows = sum(lengths) + behind, torch.tensor([0, *lengths]).cumsum(0).int(), 160
+        positions, last = torch.randint(0, 30, (2, num_rows), generator=GENERATOR)
+        table = torch.randint(0, 99, (num_rows, 80), generator=GENERATOR, dtype=torch.int32)
+        ids, limits = torch.randint(-1, 50, (size,), generator=GENERATOR), positions + 2
+        drafts = torch.where(torch.arange(size) % 3 == 1, -3, ids)
+        own = torch.tensor(rows, dtype=torch.int64)
+        for given, most in ((ids, None), (drafts, limits)):
+            args: tuple[Any, ...] = (own, given, starts, positions, last, table, most, 4)
+            name = f"resolve_tokens {len(rows)} {most is not None}"
+            found.append(Case(name, f"{module}:resolve_tokens", "requests:resolve_tokens", args))
+        if rows:
+            kept, sampled = torch.arange(len(rows)) % 4 != 1, torch.randint(50, 99, (len(rows),), generator=GENERATOR)
+            for more, written in ((None, (0,)), (sampled, (0, 1))):
+                args, name = (
+                    (positions.clone(), last.clone(), own, starts, kept, more),
+                    f"move_on {len(rows)} {more is not None}",
+                )
+                found.append(Case(name, f"{module}:move_on", "requests:move_on", args, written=written))
+    return found
+
+
+def turns() -> list[Case]:
+    """One position for all pairs, and one for each pair; large positions too."""
+    kernel, found = "weft.ops.rotary_triton:turn_tables", []
+    for shape, dtype in (((5,), torch.float32), ((70,), torch.float16), ((3, 12), torch.float32)):
+        positions = torch.randint(0, 40_000, shape, generator=GENERATOR)
+        args = (torch.rand(12, generator=GENERATOR), positions, 1.2, dtype)
+        near = 1e-3 if dtype == torch.float16 else 2e-6
+        found.append(Case(f"turn_tables {shape} {dtype}", kernel, "rotary:turn_tables", args, tolerance=near))
+    return found
+
+
+CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *leaves(), *loras(), *experts()]
+CASES += [*requests(), *turns()]
