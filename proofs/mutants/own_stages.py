@@ -15,14 +15,14 @@ from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.stages.sown import Sown
 from weft.state import State, admit, resolve
-from weft.transforms.engine import scheduler
+from weft.transforms.engine import prefix_cache
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.prompts import with_token_extras
 from weft.transforms.engine.requests import Request, salt
 from weft.transforms.engine.step import batch_token_extras
 
 _REQUESTS, _STEP = "weft.transforms.engine.requests", "weft.transforms.engine.step"
-_SCHEDULER = "weft.transforms.engine.scheduler"
+_PREFIX_CACHE = "weft.transforms.engine.prefix_cache"
 
 
 def _of_the_row_below(state: State, batch: Batch) -> ResolvedBatch:
@@ -60,7 +60,7 @@ def _left_in_the_row(*args: Any, extras: Any, **options: Any) -> State:
     return after
 
 
-_LOOKUP = scheduler._lookup_prefix
+_LOOKUP = prefix_cache.lookup_prefix
 
 
 def _finds_it_anyway(pages: Any, req: Any) -> Any:
@@ -178,7 +178,7 @@ OWN_STAGES = (
     Mutant("a page is known without its extras", _OWN, replace(_REQUESTS, "salt", _salt_without_extras)),
     Mutant("a preempted request loses its extras", _OWN, replace(_STEP, "admit", _lost_when_it_starts_again)),
     Mutant("an extra stays in the row of its request", _OWN, replace(_STEP, "admit", _left_in_the_row)),
-    Mutant("a prefix that is found is not captured", _OWN, replace(_SCHEDULER, "_lookup_prefix", _finds_it_anyway)),
+    Mutant("a prefix that is found is not captured", _OWN, replace(_PREFIX_CACHE, "lookup_prefix", _finds_it_anyway)),
     Mutant(
         "what is computed twice is captured twice",
         _OWN,

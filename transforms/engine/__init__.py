@@ -2,8 +2,9 @@
 
 `Engine` drives it. Its parts are functions over a `HostState`: `add` puts a request into the queue, `schedule` decides
 the next step's `Work`, `observe` reads the tokens that it sampled, `finish` ends a request, and `outdate` notes that
-the parameters have changed. A request's way: `inputs.py` checks it, `scheduler.py` admits it and gives it pages
-(`pages.py`), `executor.py` runs its steps and copies its tokens to the host, and `outputs.py` turns them into text.
+the parameters have changed. A request's way: `inputs.py` checks it, `scheduler.py` admits it, `prefix_cache.py`
+gives it pages (`pages.py`), `executor.py` runs its steps and copies its tokens to the host, and `outputs.py` turns them
+into text.
 
 `evaluation` holds what can be measured of a model: `score` gives its perplexity and right answers, `trace_run` and
 `compare_runs` the differences between splits and graph modes.

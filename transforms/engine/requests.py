@@ -323,26 +323,6 @@ def enqueue(host: HostState, req: RequestState) -> None:
     bisect.insort(host.waiting, req, key=turn)
 
 
-def publish_pages(host: HostState, req: RequestState) -> None:
-    """Publish a request's full, computed pages to the prefix cache."""
-    if len(req.tokens) < (req.num_published + 1) * host.pages.page_size:
-        return  # as after most tokens: no new page is full
-    req.hash_pages(host.pages.page_size)
-    full = min(len(req.tokens), req.num_computed) // host.pages.page_size
-    for index in range(req.num_published, full):
-        host.pages.publish(req.pages[index], req.page_hashes[index])
-    req.num_published = max(req.num_published, full)
-
-
-def publish_prompt(host: HostState, req: RequestState) -> None:
-    """Once all known tokens of a request are in the cache, publish its partial last page, and requeue its followers."""
-    if req.num_computed < len(req.tokens):
-        return
-    if (content_hash := req.hash_partial_page(host.pages.page_size)) is not None:
-        host.pages.publish_partial(req.pages[len(req.page_hashes)], content_hash)
-    requeue_followers(host, req)
-
-
 def requeue_followers(host: HostState, leader: RequestState) -> None:
     """Requeue the requests that were waiting for this request's pages."""
     for req in leader.followers:

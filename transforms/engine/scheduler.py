@@ -11,7 +11,7 @@ import attrs
 
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
-from weft.transforms.engine.pages import Pages
+from weft.transforms.engine.prefix_cache import allocate_pages, publish_pages, publish_prompt
 from weft.transforms.engine.prompts import PromptContent
 from weft.transforms.engine.requests import (
     Budget,
@@ -23,8 +23,6 @@ from weft.transforms.engine.requests import (
     enqueue,
     find_open,
     preempt,
-    publish_pages,
-    publish_prompt,
     turn,
 )
 from weft.transforms.engine.step import Admission, Edits, Growth, Work
@@ -250,7 +248,7 @@ def _schedule_prefills(
     share = -(-(len(host.running) + len(host.waiting)) // budget.num_cohorts)
     while room and host.waiting and host.free_rows and len(members) < min(share, budget.cohort_size):
         head = host.waiting[0]
-        if head.num_unread or not _allocate_pages(host, head, copies):
+        if head.num_unread or not allocate_pages(host, head, copies):
             break
         _admit(host, head, cohort, admissions)
         room = _schedule_chunk(head, room, chunks)
@@ -263,49 +261,6 @@ def _schedule_chunk(req: RequestState, room: int, chunks: list[tuple[RequestStat
     if count:
         chunks.append((req, count))
     return room - count
-
-
-def _allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, int]]) -> bool:
-    """Give a request the pages of its tokens, cached ones first; False if too few are free."""
-    pages, length = host.pages, req.length
-    shared, source = _lookup_prefix(pages, req)
-    held = [*shared, *([] if source is None else [source])]
-    need = pages.pages_for(length) - len(shared)
-    if need > pages.count_free(held):
-        return False
-    pages.acquire(held)
-    req.pages = [*shared, *pages.allocate(need)]
-    num_found = len(shared) * pages.page_size
-    if req.request.prefix_caching == "recompute":
-        req.num_found = num_found
-    else:
-        req.num_prefilled = num_found
-    if source is not None:
-        copies.append((source, req.pages[len(shared)]))
-        req.num_prefilled = length - 1
-    host.num_found += max(num_found, req.num_prefilled)
-    return True
-
-
-def _lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | None]:
-    """The cached pages of a request's tokens to share, and the one after them to copy.
-
-    At least its last token is computed: if all of its pages are cached, the last one is copied, to be written on.
-    Snapshots are of whole pages, so that this page is computed instead. Tokens that are computed again are not written.
-    """
-    policy, has_logprobs = req.request.prefix_caching, req.request.sampling.prompt_logprobs is not None
-    req.hash_pages(pages.page_size)
-    if policy == "none" or (has_logprobs and policy != "recompute"):  # of every token of the prompt
-        return [], None
-    shared = pages.lookup(req.page_hashes)
-    if policy == "recompute":
-        return shared, None
-    if len(shared) * pages.page_size == req.length:
-        return shared[:-1], shared[-1] if policy == "full" else None
-    if policy == "snapshot":
-        return shared, None
-    content_hash = req.hash_partial_page(pages.page_size) if len(shared) == len(req.page_hashes) else None
-    return shared, None if content_hash is None else pages.lookup_partial(content_hash)
 
 
 def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Admission]) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from weft.transforms.graphs.calls.call import (
     runs_inline,
 )
 from weft.transforms.graphs.calls.key import CacheInfo, without_grad_mode
+from weft.transforms.graphs.calls.method import Method
 from weft.transforms.graphs.calls.results import keep_in_place
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.explain import Explanation, miss_between
@@ -59,8 +59,6 @@ R = TypeVar("R")
 _PROGRESS_BAR_DELAY = 1.0
 """Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would be noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
-_TAKE_CALL_ARGUMENTS = ("capture", "compile_ahead", "explain", "lower", "memory_estimate")
-"""The methods of `Graphified` that take the arguments of a call."""
 
 
 class Graphified(Generic[P, R]):
@@ -372,30 +370,6 @@ class Graphified(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<graphify({self._graphable.name}), {len(self._cache.entries)} graphs>"
-
-
-class Method:
-    """A graphified function bound to an instance, its first argument. Other attributes are the function's."""
-
-    def __init__(self, function: Any, instance: Any) -> None:
-        self.__func__ = function
-        self.__self__ = instance
-        self.__doc__ = function.__doc__
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__func__, name)
-        return functools.partial(found, self.__self__) if name in _TAKE_CALL_ARGUMENTS else found
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        signature = inspect.signature(self.__func__)
-        return signature.replace(parameters=[*signature.parameters.values()][1:])
-
-    def __repr__(self) -> str:
-        return f"<{self.__func__!r} of {self.__self__!r}>"
 
 
 def clear_caches() -> None:

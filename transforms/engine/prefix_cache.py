@@ -1,0 +1,70 @@
+"""The prefix cache as the scheduler uses it: requests get pages that others have computed, and publish their own.
+
+The pages themselves are in `weft.transforms.engine.pages`.
+"""
+
+from weft.transforms.engine.pages import Pages
+from weft.transforms.engine.requests import HostState, RequestState, requeue_followers
+
+
+def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, int]]) -> bool:
+    """Give a request the pages of its tokens, cached ones first; False if too few are free."""
+    pages, length = host.pages, req.length
+    shared, source = lookup_prefix(pages, req)
+    held = [*shared, *([] if source is None else [source])]
+    need = pages.pages_for(length) - len(shared)
+    if need > pages.count_free(held):
+        return False
+    pages.acquire(held)
+    req.pages = [*shared, *pages.allocate(need)]
+    num_found = len(shared) * pages.page_size
+    if req.request.prefix_caching == "recompute":
+        req.num_found = num_found
+    else:
+        req.num_prefilled = num_found
+    if source is not None:
+        copies.append((source, req.pages[len(shared)]))
+        req.num_prefilled = length - 1
+    host.num_found += max(num_found, req.num_prefilled)
+    return True
+
+
+def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | None]:
+    """The cached pages of a request's tokens to share, and the one after them to copy.
+
+    At least its last token is computed: if all of its pages are cached, the last one is copied, to be written on.
+    Snapshots are of whole pages, so that this page is computed instead. Tokens that are computed again are not written.
+    """
+    policy, has_logprobs = req.request.prefix_caching, req.request.sampling.prompt_logprobs is not None
+    req.hash_pages(pages.page_size)
+    if policy == "none" or (has_logprobs and policy != "recompute"):  # of every token of the prompt
+        return [], None
+    shared = pages.lookup(req.page_hashes)
+    if policy == "recompute":
+        return shared, None
+    if len(shared) * pages.page_size == req.length:
+        return shared[:-1], shared[-1] if policy == "full" else None
+    if policy == "snapshot":
+        return shared, None
+    content_hash = req.hash_partial_page(pages.page_size) if len(shared) == len(req.page_hashes) else None
+    return shared, None if content_hash is None else pages.lookup_partial(content_hash)
+
+
+def publish_pages(host: HostState, req: RequestState) -> None:
+    """Publish a request's full, computed pages to the prefix cache."""
+    if len(req.tokens) < (req.num_published + 1) * host.pages.page_size:
+        return  # as after most tokens: no new page is full
+    req.hash_pages(host.pages.page_size)
+    full = min(len(req.tokens), req.num_computed) // host.pages.page_size
+    for index in range(req.num_published, full):
+        host.pages.publish(req.pages[index], req.page_hashes[index])
+    req.num_published = max(req.num_published, full)
+
+
+def publish_prompt(host: HostState, req: RequestState) -> None:
+    """Once all known tokens of a request are in the cache, publish its partial last page, and requeue its followers."""
+    if req.num_computed < len(req.tokens):
+        return
+    if (content_hash := req.hash_partial_page(host.pages.page_size)) is not None:
+        host.pages.publish_partial(req.pages[len(req.page_hashes)], content_hash)
+    requeue_followers(host, req)
