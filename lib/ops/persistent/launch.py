@@ -11,7 +11,7 @@ from weft.ops.kernel_triton import INTERPRETED
 from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, ROWS, Attend, Heads, Instruction, Linear, Norm
 from weft.ops.persistent.kernel_triton import run_kernel
 from weft.ops.persistent.program import instructions_of, place_table, processors, tokens_of
-from weft.ops.tiles import power_of_two
+from weft.ops.tiles.tile import power_of_two
 
 _KEYS = 64
 """Keys of a step of attention."""
