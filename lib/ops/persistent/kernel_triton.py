@@ -29,10 +29,10 @@ _LINEAR, _NORM = tl.constexpr(Linear.opcode), tl.constexpr(Norm.opcode)
 @kernel(do_not_specialize=["first", "last", "tokens", "splits"])
 def run_kernel(
     table, arrived, arrivals, scratch, shares, maxima, sums, first, last, tokens, splits,
-    PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, TYPE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HEAD_NORM: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, TYPE: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_TYPE: tl.constexpr,
+    HEAD_NORM: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Run the instructions first:last of a table `[n, FIELDS]` int64.
 
@@ -42,6 +42,7 @@ def run_kernel(
         scratch: `[PROGRAMS, TOKENS, WIDTH]` of TYPE, for what a program normalises for its own product.
         shares, maxima, sums: `[tokens, HEADS, SPLITS, DIM]` and `[tokens, HEADS, SPLITS]` float32, of attention.
         WIDTH: the most columns of a norm, rounded up to a power of two.
+        ONE: whether there is one token, whose products are then made by vectors, CHUNK columns at a time.
         EVEN: whether COLUMNS divides the columns of each part of all products.
         splits: the shares of a request's context, at most SPLITS.
         GROUP: the rows of a tile of queries, at least HEADS / KV_HEADS.
@@ -51,19 +52,23 @@ def run_kernel(
     for at in range(first, last):
         row = table + at * _FIELDS
         opcode = tl.load(row)
+        ended = (at - first) * PROGRAMS  # what `arrived` is when the last instruction has ended
         if not INTERPRETED:
             _fetch_ahead(row + _FIELDS, at + 1 < last, program, PROGRAMS, ROWS, TYPE)
-            if at > first:
-                _wait(arrived, (at - first) * PROGRAMS)
         if opcode == _LINEAR:
-            _linear(row, scratch, tokens, program, PROGRAMS, TOKENS, ROWS, COLUMNS, WIDTH, EVEN, TYPE)
+            if ONE:
+                _linear_of_one(row, arrived, ended, program, PROGRAMS, ROWS, CHUNK, WIDTH, TYPE)
+            else:
+                _linear(
+                    row, arrived, ended, scratch, tokens, program, PROGRAMS, TOKENS, ROWS, COLUMNS, WIDTH, EVEN, TYPE
+                )
         elif opcode == _NORM:
-            _norm(row, tokens, program, PROGRAMS, WIDTH, TYPE)
+            _norm(row, arrived, ended, tokens, program, PROGRAMS, WIDTH, TYPE)
         else:
             if HEADS > 0:
                 _attend(
-                    row, arrivals, shares, maxima, sums, tokens, splits, program, PROGRAMS, TYPE, HEADS, KV_HEADS, DIM,
-                    PAGE_SIZE, KV_TYPE, HEAD_NORM, GROUP, KEYS, SPLITS,
+                    row, arrived, ended, arrivals, shares, maxima, sums, tokens, splits, program, PROGRAMS, TYPE,
+                    HEADS, KV_HEADS, DIM, PAGE_SIZE, KV_TYPE, HEAD_NORM, GROUP, KEYS, SPLITS,
                 )  # fmt: skip
         if not INTERPRETED:
             _arrive(arrived, (last - first) * PROGRAMS)
@@ -79,12 +84,14 @@ def _arrive(arrived, most):
 
 @triton.jit
 def _wait(arrived, count):
-    """Wait until `count` ends of instructions were told, and see what they wrote."""
-    while tl.load(arrived, volatile=True) < count:
-        pass
-    tl.inline_asm_elementwise(
-        "fence.acq_rel.gpu; mov.b32 $0, 0;", "=r,r", [count.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-    )
+    """Wait until `count` ends of instructions were told, and see what they wrote. An instruction first reads its own
+    fields, which no program writes."""
+    if not INTERPRETED:
+        while tl.load(arrived, volatile=True) < count:
+            pass
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, 0;", "=r,r", [count.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -122,7 +129,7 @@ def _rows_of(tile, rows, gate, ROWS: tl.constexpr):
 
 @triton.jit
 def _linear(
-    row, scratch, tokens, program, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    row, arrived, ended, scratch, tokens, program, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """The fields are those of `Linear`, in order. An item is ROWS rows of one part."""
@@ -135,6 +142,7 @@ def _linear(
     columns = tl.multiple_of(tl.load(row + 10), 16)
     parts, gate = tl.load(row + 11), tl.load(row + 12)
     eps = tl.load(row + 13).to(tl.int32).to(tl.float32, bitcast=True)
+    _wait(arrived, ended)
     row_tiles = tl.cdiv(rows, ROWS)
     items = row_tiles * parts
     if program < items:
@@ -172,6 +180,82 @@ def _linear(
 
 
 @triton.jit
+def _linear_of_one(
+    row, arrived, ended, program, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """`_linear` of one token. The first weights are on the way to registers before what they are multiplied with is
+    there."""
+    x, x_parts, residual, gain, total = (
+        tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    )  # fmt: skip
+    weight = tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(TYPE)), 16)
+    bias, out = tl.load(row + 7), tl.load(row + 8)
+    rows = tl.load(row + 9)
+    columns = tl.multiple_of(tl.load(row + 10), 16)
+    parts, gate = tl.load(row + 11), tl.load(row + 12)
+    eps = tl.load(row + 13).to(tl.int32).to(tl.float32, bitcast=True)
+    row_tiles = tl.cdiv(rows, ROWS)
+    items = row_tiles * parts
+    share = tl.multiple_of(columns // parts, 16)
+    step = tl.arange(0, CHUNK)
+    low = tl.multiple_of(program // row_tiles * share, 16)
+    at = (
+        weight
+        + tl.minimum(_rows_of(program % row_tiles, rows, gate, ROWS), rows - 1)[:, None] * columns
+        + step[None, :]
+    )
+    count = tl.where(program < items, share, 0)
+    first = tl.load(at + low, mask=(step < count)[None, :], other=0.0)
+    second = tl.load(at + (low + CHUNK), mask=(CHUNK + step < count)[None, :], other=0.0)
+    _wait(arrived, ended)
+    if program < items:
+        factor = 1.0
+        if gain != 0:
+            column = tl.arange(0, WIDTH)
+            value = _added(x, x_parts, residual, column, columns, column < columns, TYPE)
+            factor = 1 / tl.sqrt(tl.sum(value * value, 0) / columns + eps)
+            if (program == 0) & (total != 0):
+                place = tl.multiple_of(total.to(tl.pointer_type(TYPE)), 16) + column
+                tl.store(place, value.to(TYPE), mask=column < columns)
+        for item in range(program, items, PROGRAMS):
+            n = _rows_of(item % row_tiles, rows, gate, ROWS)
+            part = item // row_tiles
+            low = tl.multiple_of(part * share, 16)
+            if item != program:
+                at = weight + tl.minimum(n, rows - 1)[:, None] * columns + step[None, :]
+                first = tl.load(at + low, mask=(step < share)[None, :], other=0.0)
+                second = tl.load(at + (low + CHUNK), mask=(CHUNK + step < share)[None, :], other=0.0)
+            sums = tl.zeros([ROWS, CHUNK // 8], tl.float32)
+            for k in range(0, share, CHUNK):
+                third = tl.load(at + (low + k + 2 * CHUNK), mask=(k + 2 * CHUNK + step < share)[None, :], other=0.0)
+                column = low + k + step
+                inside = k + step < share
+                value = _added(x, x_parts, residual, column, columns, inside, TYPE)
+                if gain != 0:
+                    scale = tl.load(tl.multiple_of(gain.to(tl.pointer_type(TYPE)), 16) + column, mask=inside, other=0.0)
+                    value = (value * factor * scale.to(tl.float32)).to(TYPE).to(tl.float32)
+                # Eight neighbours are in the registers of one thread.
+                sums += tl.sum(tl.reshape(first.to(tl.float32) * value[None, :], (ROWS, CHUNK // 8, 8)), 2)
+                first = second
+                second = third
+            acc = tl.sum(sums, 1)
+            if (bias != 0) & (part == 0):
+                acc += tl.load(bias.to(tl.pointer_type(TYPE)) + n, mask=n < rows, other=0.0).to(tl.float32)
+            if gate != 0:
+                HALF: tl.constexpr = ROWS // 2
+                left, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF)), (1, 0)))
+                left, up = left.to(TYPE).to(tl.float32), up.to(TYPE).to(tl.float32)
+                inner = item * HALF + tl.arange(0, HALF)
+                place = out.to(tl.pointer_type(TYPE)) + inner
+                tl.store(place, (left / (1 + tl.exp(-left)) * up).to(TYPE), mask=inner < rows // 2)
+            elif parts == 1:
+                tl.store(out.to(tl.pointer_type(TYPE)) + n, acc.to(TYPE), mask=n < rows)
+            else:
+                tl.store(out.to(tl.pointer_type(tl.float32)) + part * rows + n, acc, mask=n < rows)
+
+
+@triton.jit
 def _store_gated(
     acc, out, item, inner, t, tokens, ROWS: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
@@ -186,13 +270,14 @@ def _store_gated(
 
 
 @triton.jit
-def _norm(row, tokens, program, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+def _norm(row, arrived, ended, tokens, program, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr):
     """The fields are those of `Norm`, in order. An item is a token."""
     x, x_parts, residual, gain, total = (
         tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     )  # fmt: skip
     out, columns = tl.load(row + 6), tl.multiple_of(tl.load(row + 7), 16)
     eps = tl.load(row + 8).to(tl.int32).to(tl.float32, bitcast=True)
+    _wait(arrived, ended)
     for token in range(program, tokens, PROGRAMS):
         _norm_token(x, x_parts, residual, gain, total, out, token, tokens, columns, eps, total != 0, WIDTH, TYPE)
 
@@ -205,19 +290,26 @@ def _norm_token(
     column = tl.arange(0, WIDTH)
     inside = column < columns
     place = token * columns + column
-    if x_parts == 0:
-        value = tl.load(tl.multiple_of(x.to(tl.pointer_type(TYPE)), 16) + place, mask=inside, other=0.0).to(tl.float32)
-    else:
-        value = _sum_parts(x, x_parts, place, tokens * columns, inside, TYPE)
-    if residual != 0:
-        more = tl.load(tl.multiple_of(residual.to(tl.pointer_type(TYPE)), 16) + place, mask=inside, other=0.0)
-        value = (value + more.to(tl.float32)).to(TYPE).to(tl.float32)
+    value = _added(x, x_parts, residual, place, tokens * columns, inside, TYPE)
     if keeps:
         tl.store(tl.multiple_of(total.to(tl.pointer_type(TYPE)), 16) + place, value.to(TYPE), mask=inside)
     if gain != 0:
         weight = tl.load(tl.multiple_of(gain.to(tl.pointer_type(TYPE)), 16) + column, mask=inside, other=0.0)
         value = value * (1 / tl.sqrt(tl.sum(value * value, 0) / columns + eps)) * weight.to(tl.float32)
         tl.store(tl.multiple_of(out.to(tl.pointer_type(TYPE)), 16) + place, value.to(TYPE), mask=inside)
+
+
+@triton.jit
+def _added(x, x_parts, residual, place, stride, mask, TYPE: tl.constexpr):
+    """The sum of the parts at the address x and of the residual, if there is one, rounded to TYPE, in float32."""
+    if x_parts == 0:
+        value = tl.load(tl.multiple_of(x.to(tl.pointer_type(TYPE)), 16) + place, mask=mask, other=0.0).to(tl.float32)
+    else:
+        value = _sum_parts(x, x_parts, place, stride, mask, TYPE)
+    if residual != 0:
+        more = tl.load(tl.multiple_of(residual.to(tl.pointer_type(TYPE)), 16) + place, mask=mask, other=0.0)
+        value = (value + more.to(tl.float32)).to(TYPE).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -232,9 +324,9 @@ def _sum_parts(x, parts, place, stride, mask, TYPE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    row, arrivals, shares, maxima, sums, tokens, splits, program, PROGRAMS: tl.constexpr, TYPE: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_TYPE: tl.constexpr,
-    HEAD_NORM: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    row, arrived, ended, arrivals, shares, maxima, sums, tokens, splits, program, PROGRAMS: tl.constexpr,
+    TYPE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_TYPE: tl.constexpr, HEAD_NORM: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The fields are those of `Attend`, in order. An item is a share of the context of one request and key head.
 
@@ -253,6 +345,7 @@ def _attend(
     k_start, v_start = tl.load(row + 16), tl.load(row + 17)
     eps = tl.load(row + 18).to(tl.int32).to(tl.float32, bitcast=True)
     scale = tl.load(row + 19).to(tl.int32).to(tl.float32, bitcast=True)
+    _wait(arrived, ended)
     EACH: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
     group, dim = tl.arange(0, GROUP), tl.arange(0, DIM)

@@ -15,6 +15,8 @@ from weft.ops.tiles.tile import power_of_two
 
 _KEYS = 64
 """Keys of a step of attention."""
+_CHUNK = 256
+"""Columns that a product of one token takes at a time."""
 _SPLITS = 16
 """The most shares of a context."""
 _WARPS, _STAGES = 8, 4
@@ -42,7 +44,8 @@ def run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
         for first, last in [(i, i + 1) for i in range(count)] if INTERPRETED.value else [(0, count)]:
             run_kernel[(programs,)](
                 table, counters, counters[1:], scratch, shares, maxima, sums, first, last, tokens, splits,
-                PROGRAMS=programs, TOKENS=MAX_TOKENS, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=width,
+                PROGRAMS=programs, TOKENS=MAX_TOKENS, ONE=tokens == 1, ROWS=ROWS, COLUMNS=COLUMNS,
+                CHUNK=_CHUNK, WIDTH=width,
                 EVEN=even, TYPE=TRITON_DTYPES[dtype], HEADS=heads.num_heads, KV_HEADS=heads.kv_heads, DIM=heads.dim,
                 PAGE_SIZE=heads.page_size, KV_TYPE=kv_type, HEAD_NORM=heads.normed,
                 GROUP=max(16, power_of_two(max(heads.num_heads // heads.kv_heads, 1))), KEYS=_KEYS, SPLITS=_SPLITS,
