@@ -90,7 +90,7 @@ class Engine:
         self.model, self.transport, self.run_ahead = model, transport or Local(), run_ahead
         self.num_logprobs = num_logprobs = model.config.vocab_size if num_logprobs == -1 else num_logprobs
         split = Split(self.transport, pipeline, tensor or model.shard[1])
-        split.check(call, model)
+        split.check(call, model, backend)
         if speculation is not None:
             speculation.check(call, model, 0 in split.here)
         graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)  # once, with one warning

@@ -48,8 +48,12 @@ class Split:
         every = split_model(model.config, self.num_stages)
         return [every[stage] for stage in self.here]
 
-    def check(self, call: str, model: Model) -> None:
-        """Raise ProgramError unless the model is this rank's share, in a process of its own."""
+    def check(self, call: str, model: Model, backend: str | None = None) -> None:
+        """Raise ProgramError unless the model is this rank's share, in a process of its own, and the back end of its
+        graphs leaves room for the kernels that wait for other ranks."""
+        if backend == "persistent" and self.is_distributed:
+            wrong = "backend='persistent', whose kernels need a whole GPU, beside kernels that wait for other ranks"
+            raise ProgramError(call, wrong, "backend=None, or all stages in one process")
         index, num_shards = model.shard
         seen: Any = None
         if num_shards != self.num_shards:

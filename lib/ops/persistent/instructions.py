@@ -64,6 +64,16 @@ class Linear:
         """The parts of its result: 1 or more."""
         return max(num_parts(self.out), 1)
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its dtype on its device."""
+        return self.weight
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.x.shape[-2])
+
     def run(self) -> None:
         """The same by the operators' references."""
         x = self.x
@@ -106,6 +116,18 @@ class Norm:
         """The numbers of its row, after the opcode."""
         yield from (self.x, num_parts(self.x), self.residual, self.gain, self.total, self.out, self.x.shape[-1])
         yield self.eps
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its dtype on its device."""
+        like = self.out if self.total is None else self.total
+        assert like is not None
+        return like
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.x.shape[-2])
 
     def run(self) -> None:
         """The same by the operators' references."""
@@ -162,6 +184,16 @@ class Attend:
         yield from (self.kv_pages, self.block_table, self.query_start_loc, self.seq_lens, self.out, self.qkv.shape[-1])
         yield from (self.block_table.stride(0), self.kv_pages.stride(0), self.keys, self.values, self.eps)
         yield self.scale * 1.4426950408889634  # log2(e), since powers are of 2
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its dtype on its device."""
+        return self.out
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.qkv.shape[-2])
 
     @property
     def heads(self) -> "Heads":

@@ -1,7 +1,5 @@
 """The CUDA implementation of `weft::run_persistent`. Import it only where triton is installed."""
 
-from collections.abc import Sequence
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +8,7 @@ from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.kernel_triton import INTERPRETED
 from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, ROWS, Attend, Heads, Instruction, Linear, Norm
 from weft.ops.persistent.kernel_triton import run_kernel
-from weft.ops.persistent.program import instructions_of, place_table, processors, tokens_of
+from weft.ops.persistent.program import instructions_of, place_table, processors
 from weft.ops.tiles.tile import power_of_two
 
 _KEYS = 64
@@ -26,15 +24,15 @@ _NO_HEADS = Heads(0, 1, 16, 1, torch.float32, False)
 def run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
     """`weft::run_persistent`."""
     instructions = instructions_of(reads, writes, text)
-    device, tokens = writes[0].device, tokens_of(instructions)
+    like, tokens = instructions[0].like, instructions[0].tokens
     attends = [each for each in instructions if isinstance(each, Attend)]
     heads = attends[0].heads if attends else _NO_HEADS
-    table, counters = place_table(instructions, 1 + tokens * heads.kv_heads, device)
-    dtype, programs = _dtype_of(instructions), processors(device)
+    table, counters = place_table(instructions, 1 + tokens * heads.kv_heads, like.device)
+    dtype, programs = like.dtype, processors(like.device)
     width = power_of_two(max(map(_norm_width, instructions)))
     splits = min(_SPLITS, max(1, programs // (tokens * heads.kv_heads)))
-    new = writes[0].new_empty
-    scratch = new((programs, MAX_TOKENS, width), dtype=dtype)
+    new = like.new_empty
+    scratch = new((programs, MAX_TOKENS, width))
     shares = new((tokens, heads.num_heads, _SPLITS, heads.dim), dtype=torch.float32)
     maxima, sums = new((2, tokens, heads.num_heads, _SPLITS), dtype=torch.float32)
     products = [each for each in instructions if isinstance(each, Linear)]
@@ -57,13 +55,3 @@ def _norm_width(instruction: Instruction) -> int:
     """The columns of its norm; 16, the least, if it has none."""
     has_norm = isinstance(instruction, Norm) or (isinstance(instruction, Linear) and instruction.gain is not None)
     return int(instruction.x.shape[-1]) if has_norm and not isinstance(instruction, Attend) else 16
-
-
-def _dtype_of(instructions: Sequence[Instruction]) -> torch.dtype:
-    """The dtype of a program: that of all results which are not parts."""
-    first = instructions[0]
-    if isinstance(first, Linear):
-        return first.weight.dtype
-    out = first.out if first.out is not None or isinstance(first, Attend) else first.total
-    assert out is not None
-    return out.dtype

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.persistent.instructions import FIELDS, Attend, Heads, Instruction, Linear, Norm, row_of
+from weft.ops.persistent.instructions import FIELDS, Attend, Instruction, Linear, Norm, row_of
 from weft.ops.register import define
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Linear, Norm, Attend)}
@@ -65,20 +65,10 @@ def _lines(text: str) -> Any:
     return json.loads(text)
 
 
-def tokens_of(instructions: Sequence[Instruction]) -> int:
-    """The number of tokens, the same in all instructions."""
-    first = instructions[0]
-    return int((first.qkv if isinstance(first, Attend) else first.x).shape[-2])
-
-
 def is_one(instructions: Sequence[Instruction]) -> bool:
-    """Whether these can be one program, which is compiled for one number of tokens and one size of heads."""
-    return len({tokens_of([each]) for each in instructions}) == 1 and len(heads_of(instructions)) <= 1
-
-
-def heads_of(instructions: Sequence[Instruction]) -> set[Heads]:
-    """The sizes of attention among instructions."""
-    return {each.heads for each in instructions if isinstance(each, Attend)}
+    """Whether these can be one program, which has one number of tokens, one dtype, one device and one size of heads."""
+    kinds = {(each.tokens, each.like.dtype, each.like.device) for each in instructions}
+    return len(kinds) == 1 and len({each.heads for each in instructions if isinstance(each, Attend)}) <= 1
 
 
 class Tables:

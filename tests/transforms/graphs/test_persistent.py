@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from weft.errors import ProgramError
 from weft.ops.attention.paged import paged_attention
 from weft.ops.gate import silu_mul
 from weft.ops.linear import linear
@@ -20,6 +21,7 @@ from weft.stages.config import parse_config
 from weft.stages.random_weights import PRESETS, random_model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.split import Split
 from weft.transforms.graphs.backends.persistent import Fuser
 from weft.trees import tree_leaves
 
@@ -222,6 +224,16 @@ def test_an_engine_says_the_same_tokens(config: dict[str, Any], programs: Progra
     assert [*say("full_and_piecewise", "persistent")] == [*say("none", None)]
     layers = config["num_hidden_layers"]
     assert ["Linear+norm", "Attend", "Linear", "Linear+norm+gate", "Linear"] * layers + ["Norm"] in programs
+
+
+def test_ranks_in_processes_are_refused() -> None:
+    """A kernel that needs every multiprocessor would wait for one that waits for another rank, for ever."""
+    split = Split(mock.Mock(ranks=lambda _: [0]), 2)
+    split.check("f()", weft.load("demo", "cpu"))
+    seen = "backend='persistent', whose kernels need a whole GPU, beside kernels that wait for other ranks"
+    with pytest.raises(ProgramError) as error:
+        split.check("f()", weft.load("demo", "cpu"), "persistent")
+    assert (error.value.seen, error.value.instead) == (seen, "backend=None, or all stages in one process")
 
 
 def test_a_module_of_others_runs_as_it_is(programs: Programs) -> None:
