@@ -20,9 +20,10 @@ from weft.transforms.engine.step import Work
 
 _POLL_SECONDS = 1e-4
 """Pause between two looks at the device while a stream waits."""
+_NO_CAPTURES = 0, 0
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)  # not frozen, which takes three times as long to make: there is one for every token
 class RequestOutput:
     """What one completion of a request got in a step of the engine.
 
@@ -88,8 +89,10 @@ class _OpenCompletion:
         state, start = self.state, self._num_shown
         self._num_shown = len(state.text)
         text = None if state.tokenizer is None else state.text[start:]
-        captured = self._num_captured, state.num_captured
-        self._num_captured = state.num_captured
+        captured = _NO_CAPTURES
+        if state.num_captured:
+            captured = self._num_captured, state.num_captured
+            self._num_captured = state.num_captured
         return RequestOutput(self.id, self.index, tokens, text, reason, state, error, captured)
 
 
@@ -203,7 +206,9 @@ class OutputProcessor:
         Args:
             reason: why it ends after these tokens; empty: it goes on.
         """
-        own, tokens = self._open[name], result.token_ids[row][:count]
+        own, tokens = self._open[name], result.token_ids[row]
+        if len(tokens) != count:
+            tokens = tokens[:count]
         for index in range(count):
             try:
                 stopped = own.state.append(result, row, index, is_stop=reason == "stop" and index == count - 1)

@@ -52,8 +52,6 @@ def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | Non
 
 def publish_pages(host: HostState, req: RequestState) -> None:
     """Publish a request's full, computed pages to the prefix cache."""
-    if len(req.tokens) < (req.num_published + 1) * host.pages.page_size:
-        return  # as after most tokens: no new page is full
     req.hash_pages(host.pages.page_size)
     full = min(len(req.tokens), req.num_computed) // host.pages.page_size
     for index in range(req.num_published, full):

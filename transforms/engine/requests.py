@@ -3,7 +3,7 @@
 import bisect
 import hashlib
 import operator
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
@@ -106,6 +106,7 @@ class RequestState:
         followers: the requests that wait for its pages.
         can_draft: whether a step may sample several of its tokens.
         max_len: the most tokens that it can have, its prompt included.
+        stops: the tokens that end it.
     """
 
     request: Request
@@ -128,9 +129,11 @@ class RequestState:
     followers: list["RequestState"] = attrs.field(factory=list, repr=False)
     can_draft: bool = attrs.field(init=False)
     max_len: int = attrs.field(init=False)
+    stops: Sequence[int] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.max_len = len(self.request.prompt) + self.request.max_tokens
+        self.stops = self.request.sampling.stop_token_ids
         # Each token changes the penalties or the mask of the next one, so a step cannot sample several.
         self.can_draft = not (features(self.request.sampling) & PENALTIES or self.request.is_masked)
 

@@ -1,8 +1,9 @@
 """Results of steps: copied to the host without blocking the device, and read there (`StepResult`)."""
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +19,8 @@ _POLL_SECONDS = 2e-5
 _CHECK_SECONDS = 0.05
 """Pause between two looks at the other ranks."""
 _CAPTURED = "captured "
+_is_above = (-math.inf).__lt__
+"""Whether a number is above -inf; NaN is not."""
 
 FinishedWork = tuple[Work, Output | None]
 """Work that is done, and the last stage's output; None where the step returns nothing."""
@@ -91,8 +94,8 @@ class PendingResults:
         """Whether `wait` would return at once."""
         return self._copied is None or self._copied.query()
 
-    def wait(self, check: Callable[[], None] | None = None) -> list[tuple[Work, StepResult | None]]:
-        """The result of each work; None where nothing was returned.
+    def wait(self, check: Callable[[], None] | None = None) -> Iterator[tuple[Work, StepResult | None]]:
+        """Wait for the copies; then the result of each work, as it is asked for, or None where nothing was returned.
 
         Args:
             check: called now and then where the device may wait for another rank in vain; raises if it does.
@@ -103,7 +106,7 @@ class PendingResults:
             _wait(self._copied, check)
         self._confirm()
         results = (None if copied is None else _step_result(copied) for copied in self._copies)
-        return list(zip(self.works, results, strict=True))
+        return zip(self.works, results, strict=True)
 
 
 def _wait(event: torch.cuda.Event, check: Callable[[], None]) -> None:
@@ -167,5 +170,7 @@ def is_fault(logprob: float) -> bool:
 
 def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
     """The rows with a fault, and the index of the first one in each."""
+    if all(map(_is_above, itertools.chain.from_iterable(logprobs))):
+        return {}  # as nearly always
     found = [(row, i) for row, own in enumerate(logprobs) for i, x in enumerate(own) if is_fault(x)]
     return dict(reversed(found))

@@ -112,13 +112,15 @@ def observe(
         The host's state, and the requests that got tokens or ended: place in the batch, request, and number of tokens,
         none of them after its end. A request that ended has a `reason`.
     """
-    got = []
+    got, page_size = [], host.pages.page_size
     for index, req, most in host.unread.pop(job):
         req.num_unread -= 1
         req.max_unread -= most
         if req.reason:
             continue  # it has ended, and these tokens were sampled before the host knew
         count = _append_tokens(host, req, token_ids[index])
+        if len(req.tokens) >= (req.num_published + 1) * page_size and not req.reason:
+            publish_pages(host, req)
         if index in faults and not req.reason:
             host.pages.unpublish(req.pages)
             end(host, req, "error")
@@ -129,15 +131,13 @@ def observe(
 
 def _append_tokens(host: HostState, req: RequestState, token_ids: Sequence[int]) -> int:
     """Append tokens up to one that ends the request; returns how many."""
-    tokens, stop_token_ids = req.tokens, req.request.sampling.stop_token_ids
+    tokens, stops, max_len = req.tokens, req.stops, req.max_len
     for count, token in enumerate(token_ids, 1):
         tokens.append(token)
-        stops = token in stop_token_ids
-        if stops or len(tokens) == req.max_len:
+        if token in stops or len(tokens) == max_len:
             publish_pages(host, req)
-            end(host, req, "stop" if stops else "length")
+            end(host, req, "stop" if token in stops else "length")
             return count
-    publish_pages(host, req)
     return len(token_ids)
 
 
@@ -183,11 +183,12 @@ def _schedule_decodes(
         if req.on_device and not req.is_full and not (req.num_unread and req.request.is_masked)
     ]
     query_len = choose_query_len(host, budget, ready)
-    decodes, growths = [], []
+    decodes, growths, page_size = [], [], host.pages.page_size
     for req in ready:
         if req.row < 0:
             continue  # preempted for one of the others
-        if need := _pages_needed(host, req, query_len):
+        reach = req.length - 1 + query_len
+        if reach > len(req.pages) * page_size and (need := _pages_needed(host, req, query_len)):
             if not _preempt_for(host, req, need):
                 continue
             growths.append(Growth(req.row, len(req.pages), tuple(more := host.pages.allocate(need))))
@@ -309,16 +310,17 @@ def _make_work(
         () if uniform else tuple([_next_tokens(req, count) for req, count in scheduled]),
         samples,
         max([req.last_job for req in requests if req.last_job is not None], default=None),
-        _targets(scheduled),
+        () if uniform else _targets(scheduled),
         starts,
         count_adapters([req.request.adapter for req in requests]),
         query_len,
         () if uniform else _contents(scheduled),
         captures=requests[0].request.is_captured,  # as of all requests of a model
     )
-    unread, feeds = [], work.feeds
+    unread, feeds, row_jobs = [], work.feeds, host.row_jobs
     for index, ((req, count), sampled) in enumerate(zip(scheduled, samples, strict=True)):
-        req.num_prefilled += count
+        if count:
+            req.num_prefilled += count
         if sampled:
             most = query_len if req.can_draft else 1
             unread.append((index, req, most))
@@ -326,7 +328,7 @@ def _make_work(
             req.num_unread += 1
             req.max_unread += most
         if feeds:
-            req.last_job = host.row_jobs[req.row] = job
+            req.last_job = row_jobs[req.row] = job
     if feeds:
         host.unread[job] = tuple(unread)
     return work
