@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import linecache
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -231,7 +232,8 @@ def source_digest(role: str, fn: Callable[..., Any]) -> str:
     The digest covers the text of the file that defines the function, and of the files of the functions, classes and
     modules that it uses by name; the numbers, texts and functions that it closes over or has as defaults; and the
     constants (UPPER_CASE names) of its module. Tensors, devices and other variables may differ from rank to rank, and
-    are left out.
+    are left out. A file is read once in a process, which runs what it has imported: a change on disk after that does
+    not count.
     """
     found = hashlib.blake2b(digest_size=6)
     for part in _parts(fn, set()):
@@ -254,7 +256,7 @@ def _parts(value: Any, seen: set[int | str]) -> Iterator[str]:
         yield from _source(value, seen)
     elif isinstance(value, type | ModuleType):
         yield value.__name__
-        yield from _file(inspect.getsourcefile(value) if _has_own_source(value) else None, seen)
+        yield from _file(_source_file(value), seen)
     else:
         for part in _inside(value):
             yield from _parts(part, seen)
@@ -262,22 +264,44 @@ def _parts(value: Any, seen: set[int | str]) -> Iterator[str]:
 
 def _source(code: CodeType, seen: set[int | str]) -> Iterator[str]:
     """The file of a function, its line, and its bytecode: two lambdas may share a line, and `exec` has no file."""
-    yield f"{code.co_qualname} {code.co_firstlineno}"
+    yield _digest_code(code)
     yield from _file(code.co_filename, seen)
-    for part in (code.co_code, code.co_names, *code.co_consts):
-        yield from _parts(part, seen)
+
+
+@functools.lru_cache(maxsize=2**13)
+def _digest_code(code: CodeType) -> str:
+    """A digest of a function's name, line, bytecode and constants. Code is immutable, and equal only if all of these
+    are."""
+    parts = code.co_qualname, code.co_firstlineno, code.co_code, code.co_names, [*map(_constant, code.co_consts)]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+
+def _constant(value: Any) -> Any:
+    """A constant of code, which `repr` writes in the same way in every process."""
+    if isinstance(value, CodeType):
+        return _digest_code(value)
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    return ("frozenset", *sorted(map(repr, value))) if isinstance(value, frozenset) else value
 
 
 def _file(name: str | None, seen: set[int | str]) -> Iterator[str]:
     if name is not None and name not in seen:
         seen.add(name)
-        yield "".join(linecache.getlines(name))
+        # What is no file, such as a cell of a notebook, may get another text.
+        yield _digest_file(name) if os.path.isabs(name) else "".join(linecache.getlines(name))
 
 
-def _has_own_source(value: type | ModuleType) -> bool:
-    """Whether a class or a module is not built in, and not covered by the version of its package."""
+@functools.lru_cache(maxsize=2**13)
+def _digest_file(name: str) -> str:
+    return hashlib.blake2b("".join(linecache.getlines(name)).encode(), digest_size=12).hexdigest()
+
+
+def _source_file(value: type | ModuleType) -> str | None:
+    """The source of a class or a module; None if it is built in, or covered by the version of its package."""
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-    return getattr(module, "__file__", None) is not None and _package(value) not in _VERSIONED
+    has_own = getattr(module, "__file__", None) is not None and _package(value) not in _VERSIONED
+    return inspect.getsourcefile(value) if has_own else None
 
 
 def _package(value: Any) -> str:
@@ -321,13 +345,17 @@ def _closure(function: FunctionType) -> Iterator[Any]:
 
 def _used(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     """The functions, classes, modules and constants of a module that code uses by name."""
-    for name in code.co_names:
-        value = names.get(name) if name.isidentifier() else None  # pytest puts "@pytest_ar" into code with asserts
+    for name in _names_of(code):
+        value = names.get(name)
         if isinstance(value, FunctionType | type | ModuleType):
             if _package(value) not in _VERSIONED:
                 yield value
         elif value is not None and name.isupper():
             yield value
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _used(inner, names)
+
+
+@functools.lru_cache(maxsize=2**13)
+def _names_of(code: CodeType) -> tuple[str, ...]:
+    """The names that code uses, and the functions in it; pytest puts "@pytest_ar" into code with asserts."""
+    inner = (name for const in code.co_consts if isinstance(const, CodeType) for name in _names_of(const))
+    return tuple(dict.fromkeys([*filter(str.isidentifier, code.co_names), *inner]))

@@ -1,6 +1,7 @@
 """Digests of stages' sources: changes that they detect or ignore; all processes compute the same ones."""
 
 import functools
+import linecache
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,6 +125,17 @@ def test_a_module_that_a_stage_uses_counts(tmp_path: Path, monkeypatch: pytest.M
         exec("def stage(x):\n    return helpers.help(x)", namespace)
         found.append(of(namespace["stage"]))
     assert found[0] != found[1]
+
+
+def test_a_file_that_changes_after_its_import_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "helpers_changed.py"
+    source.write_text("def help(x):\n    return x + 1\n")
+    stage = import_module("helpers_changed").help
+    before = of(stage)
+    source.write_text("def help(x):\n    return x - 1  # not what this process runs\n")
+    linecache.checkcache(str(source))  # as a traceback does
+    assert of(stage) == before
 
 
 def test_functions_that_call_each_other_have_one() -> None:
