@@ -15,6 +15,7 @@ from weft.transforms.engine.results import FinishedWork
 from weft.transforms.engine.step import DeviceWork, Edits, Work, apply_edits
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.memory import MemoryEstimate
+from weft.transforms.pipelines.microbatch import class_text
 from weft.transforms.pipelines.pipeline import Pipelined
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.session import Session, Submission
@@ -64,13 +65,15 @@ class BatchCache(Generic[T]):
     Args:
         device: the device.
         make: what is made of a batch on the device.
+        edited: what is made of the same batch with other edits.
         first: whether the first stage runs here.
     """
 
     device: torch.device | str
     make: Callable[[DeviceWork], T]
+    edited: Callable[[T, Edits], T]
     first: bool = True
-    _decodes: dict[tuple[tuple[int, ...], int, int], tuple[Batch, T]] = attrs.field(factory=dict, init=False)
+    _decodes: dict[tuple[tuple[int, ...], int, int], T] = attrs.field(factory=dict, init=False)
 
     def __call__(self, work: Work) -> T:
         if work.token_ids or work.masks:
@@ -79,10 +82,17 @@ class BatchCache(Generic[T]):
         if (found := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_CACHED_BATCHES:
                 del self._decodes[next(iter(self._decodes))]
-            batch = work.place(self.device).batch
-            found = self._decodes[key] = batch, self.make(DeviceWork(batch, Edits()))
-        batch, made = found
-        return self.make(DeviceWork(batch, work.edits)) if work.edits else made
+            found = self._decodes[key] = self.make(DeviceWork(work.place(self.device).batch, Edits()))
+        return self.edited(found, work.edits) if work.edits else found
+
+
+def _submission(work: DeviceWork) -> Submission:
+    """`Submission.of`, whose text and later part depend on the batch alone."""
+    return Submission(work, DeviceWork(work.batch.after_first(), work.edits), class_text(work.batch))
+
+
+def _with_edits(made: Submission, edits: Edits) -> Submission:
+    return Submission(DeviceWork(made.batch.batch, edits), DeviceWork(made.later.batch, edits), made.text)
 
 
 @torch.no_grad()
@@ -121,7 +131,7 @@ class StepExecutor:
         self.params = params
         self.state = state
         self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
-        self._batches = BatchCache(device, lambda work: work.batch)
+        self._batches = BatchCache(device, lambda work: work.batch, lambda batch, _: batch)
 
     @property
     def num_running(self) -> int:
@@ -173,7 +183,7 @@ class PipelineExecutor:
         self.state = state
         self.graphs = tuple(graph for graph, _ in graphs)
         self._inputs = tuple(x for _, x in graphs)
-        self._batches = BatchCache(device, Submission.of, pipelined.runs_first)
+        self._batches = BatchCache(device, _submission, _with_edits, pipelined.runs_first)
         self._session: Session | None = None
         self._first_job = 0
         self._running: deque[Work] = deque()

@@ -17,6 +17,7 @@ from weft.transforms.pipelines.worker import Worker, put_batches, states_of
 
 Spans = tuple[tuple[int, int], ...]
 """For each rank, the effects `start:stop` that a run performs."""
+_MAX_COUNTS = 1024
 
 
 @attrs.frozen(eq=False)
@@ -66,6 +67,7 @@ class Session:
         self._first = 0
         self._done = (0,) * num_ranks  # for each rank the effects performed, of the programs of `_jobs`
         self._ended = ""
+        self._counts: dict[tuple[Job, ...], tuple[tuple[int, ...], int]] = {}  # by the jobs that are counted
 
     @property
     def num_jobs(self) -> int:
@@ -89,7 +91,7 @@ class Session:
         """
         self._check(batches, jobs)
         self._batches += [one if isinstance(one, Submission) else Submission.of(one) for one in batches]
-        self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
+        self._jobs += [_shifted(job, self._first) for job in jobs]
         return self._advance_to(*self._count())
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
@@ -117,14 +119,19 @@ class Session:
         call = f"session.submit(<{sizes[0]}>, <{sizes[1]}>)"
         self._refuse_ended(call)
         if are_lists and len(batches) == len(jobs) and all(isinstance(job, Job) for job in jobs):
-            kept = [attrs.evolve(job, after=None) for job in self._jobs]
+            kept = [Job(job.feeds) for job in self._jobs]
             mistake = mistake_in_jobs([*kept, *jobs], self._first)
         else:
             mistake = f"{sizes[0]} and the jobs {jobs!r:.60}", "a Job for each batch: submit([batch], [Job()])"
         refuse(call, mistake)
 
     def _count(self) -> tuple[tuple[int, ...], int]:
-        return self._count_running(self._jobs)
+        key = tuple(self._jobs)
+        if (found := self._counts.get(key)) is None:
+            if len(self._counts) >= _MAX_COUNTS:
+                self._counts.clear()
+            found = self._counts[key] = self._count_running(self._jobs)
+        return found
 
     def _checked(self, spans: Spans | None) -> CheckedPrograms:
         return self._make_checked(self._jobs, [one.text for one in self._batches], spans)
@@ -142,12 +149,14 @@ class Session:
         outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
         for worker in self._workers:
             worker.drop_finished(taken)
-        self._jobs = [attrs.evolve(j, after=_shifted(j.after, taken)) for j in self._jobs[taken:]]
+        self._jobs = [_shifted(job, taken) for job in self._jobs[taken:]]
         self._batches = self._batches[taken:]
         self._first += taken
         self._done = self._count()[0]
         return outputs
 
 
-def _shifted(after: int | None, by: int) -> int | None:
-    return None if after is None or after < by else after - by
+def _shifted(job: Job, by: int) -> Job:
+    """A job that is numbered from `by` on; it waits for none of the jobs before that."""
+    after = job.after
+    return job if after is None else Job(job.feeds, None if after < by else after - by)
