@@ -8,7 +8,7 @@ marked, and every weft transform refuses a marked tensor.
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import attrs
 from torch import Tensor
@@ -71,9 +71,13 @@ def donate(tree: T, *, to: str) -> T:
 
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     for leaf in tensors:
-        refuse_donated(leaf, call=to)
+        if hasattr(leaf, TAKEN):
+            refuse_donated(leaf, call=to)
     if len({id(leaf) for leaf in tensors}) != len(tensors):
         raise DonatedError(to, "a tensor that stands twice in it, and can have one next value", "clone one of them")
+
+    if is_donatable(tree):
+        return cast(T, _move_node(tree, to))
 
     def move(node: Any) -> Any:
         if is_donatable(node):
@@ -110,8 +114,9 @@ def take_node(node: Any, to: str) -> None:
     object.__setattr__(node, "_taken_by", to)
 
 
-def _names_of(cls: type) -> list[str]:
-    return [f.name for f in attrs.fields(cls) if f.init]
+@functools.lru_cache(maxsize=64)
+def _names_of(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in attrs.fields(cls) if f.init)
 
 
 def refuse_donated(value: Any, *, call: str) -> None:
@@ -164,18 +169,26 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         if unknown := [name for name in argnames if name not in signature.parameters]:
             seen = f"{fn.__name__}{signature}, which has no argument {unknown[0]!r}"
             raise ArgumentError(call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}")
+        names, body = tuple(signature.parameters), cast(Callable[..., R], fn)
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        has_plain_names = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+        def bind(args: Any, kwargs: Any) -> inspect.BoundArguments:
+            try:
+                return signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{wrapped.__name__}{signature}: {error}") from None
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{wrapped.__name__}{signature}: {error}") from None
+            in_order = has_plain_names and len(args) == len(names) and not kwargs  # as in nearly every call
+            bound = None if in_order else bind(args, kwargs)
+            values: dict[str, Any] = dict(zip(names, args, strict=True)) if bound is None else bound.arguments
             for argname in argnames:
-                if argname in bound.arguments:
-                    bound.arguments[argname] = donate(bound.arguments[argname], to=f"{wrapped.__name__}({argname})")
-            taken = containers_in({name: bound.arguments[name] for name in argnames if name in bound.arguments})
-            result = fn(*bound.args, **bound.kwargs)
+                if argname in values:
+                    values[argname] = donate(values[argname], to=f"{wrapped.__name__}({argname})")
+            taken = containers_in({name: values[name] for name in argnames if name in values})
+            result = body(*values.values()) if bound is None else body(*bound.args, **bound.kwargs)
             if (changed := changed_container(taken)) is not None:
                 seen = f"it puts other values into {changed}, its own copy of what the caller donated"
                 raise DonatedError(f"{wrapped.__name__}(...)", seen, "return the next value, and use that")

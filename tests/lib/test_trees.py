@@ -1,6 +1,7 @@
 """attrs classes as pytrees: under torch.func, with statics in the structure, with readable paths."""
 
 import dataclasses
+from collections import OrderedDict
 from typing import Any
 
 import attrs
@@ -216,3 +217,21 @@ def test_a_sized_field_that_holds_no_tensor_is_named(value: Any) -> None:
         leaf_axes({"g": wrong})
     assert error.value.call.startswith("Grid(maybe=")
     assert error.value.seen == f"{kind_of(value)} in a field with axes('rows')"
+
+
+ANY_TREE = st.recursive(
+    st.just(None) | st.integers() | st.builds(torch.zeros, st.just(2)) | st.just(torch.Size([2, 3])),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=1), inner, max_size=3)
+        | st.builds(Layer, inner, inner)
+        | st.dictionaries(st.text(max_size=1), inner, max_size=3).map(OrderedDict)
+    ),
+)
+
+
+@given(ANY_TREE)
+def test_leaves_are_those_of_torch_in_its_order(tree: Any) -> None:
+    ours = tree_leaves(tree)
+    assert [*map(id, ours)] == [*map(id, tree_flatten(tree)[0])]
