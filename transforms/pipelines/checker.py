@@ -316,6 +316,11 @@ class CheckedPrograms:
         """The number of micro-batches of the programs."""
         return 1 + max((effect.microbatch for program in self.lane for effect in program.effects), default=-1)
 
+    @functools.cached_property
+    def lines(self) -> tuple[tuple[str, ...], ...]:
+        """The effects of all ranks as text."""
+        return tuple(tuple(map(str, program.effects)) for program in self.programs)
+
     def span(self, rank: int) -> tuple[int, int]:
         """The effects of a rank that this run performs, as `(start, stop)`."""
         place = lane_rank(self.mesh, rank)

@@ -202,12 +202,13 @@ class Distributed:
             if self.monitor.here.step == 1:
                 self.monitor.await_first_step()
             self._link.begin(checked, worker.first)
-            effects, (start, stop) = checked.programs[self.rank].effects, checked.span(self.rank)
+            effects, lines = checked.programs[self.rank].effects, (*checked.lines[self.rank], END)
+            start, stop = checked.span(self.rank)
             for index, effect in enumerate(effects[start:stop], start):
-                self.monitor.move_to(index, effect)
+                self.monitor.move_to(index, lines[index])
                 worker.perform(effect, self._link)
                 self._watchdog.launched(self.monitor.here)
-            self.monitor.move_to(stop, effects[stop] if stop < len(effects) else END)
+            self.monitor.move_to(stop, lines[stop])
         except BaseException as error:
             self._fail(error)
             raise

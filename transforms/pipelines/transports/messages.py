@@ -60,8 +60,11 @@ class MessageLayout:
     @classmethod
     def of(cls, value: Any, leaves: Sequence[Any], structure: TreeSpec) -> "MessageLayout":
         """The layout of a value with these leaves."""
-        spec = (TensorSpec(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Constant(x) for x in leaves)
-        return cls(structure, tuple(spec), Schema.of(value))
+        return cls(structure, _specs(leaves), Schema.of(value))
+
+    def is_of(self, leaves: Sequence[Any], structure: TreeSpec) -> bool:
+        """Whether a value with these leaves has this layout; its schema follows from them."""
+        return self.leaves == _specs(leaves) and self.structure == structure
 
     def dumps(self, call: str) -> str:
         """The layout as text. Raises ProgramError for a constant that cannot be JSON; `call` is the call that the error
@@ -94,6 +97,10 @@ class MessageLayout:
         return (
             f"{self.schema}, of shapes {[spec.shape for spec in self.tensors()]}{f', beside {values}' * bool(values)}"
         )
+
+
+def _specs(leaves: Sequence[Any]) -> tuple[TensorSpec | Constant, ...]:
+    return tuple([TensorSpec(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Constant(x) for x in leaves])
 
 
 class DeviceEvent(Protocol):
@@ -186,7 +193,7 @@ class ProcessLink:
             self._refuse_odd(effect, tensor)
         leaves = [dense(x) for x in tensors if x.numel()]
         key = self._key(effect, self.monitor.rank)
-        layout = self._layout(effect, key, MessageLayout.of(value, every, structure))
+        layout = self._layout(effect, key, value, every, structure)
         for edge in edges:
             header = self.agreement.header(edge.to, self._first + effect.microbatch, isinstance(effect, Broadcast))
             if key not in (sent := self._layouts_sent.setdefault(edge.to, {})):
@@ -341,12 +348,17 @@ class ProcessLink:
             _keep(self._keys, of, known)
         return known
 
-    def _layout(self, effect: Send | Broadcast, key: str, layout: MessageLayout) -> MessageLayout:
+    def _layout(
+        self, effect: Send | Broadcast, key: str, value: Any, leaves: Sequence[Any], structure: TreeSpec
+    ) -> MessageLayout:
         """The layout of this message, which must be the one that was sent before for the same class."""
         known = self._layouts_by_key.get(key)
+        if known is not None and known.is_of(leaves, structure):
+            return known
+        layout = MessageLayout.of(value, leaves, structure)
         if known is None:
             _keep(self._layouts_by_key, key, layout)
-        elif known != layout:
+        else:
             raise ProgramError(
                 f"rank {self.monitor.rank}: '{effect}'",
                 f"{layout}, where for the same class of batch it sent {known}",

@@ -4,6 +4,7 @@ Each rank writes what it is about to do before it does it, and the first rank th
 how a process ended. A rank that waits in vain reads all three.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -22,6 +23,12 @@ _LONGEST = 4096
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 START = "its start"
 """The instruction of a rank before its first step."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _quoted(text: str) -> str:
+    """A text as JSON, up to the most characters of an instruction: a rank is at the same ones again and again."""
+    return _encode(text[:_LONGEST])
 
 
 @attrs.frozen
@@ -93,11 +100,12 @@ class Records:
 
     def write_position(self, position: Position) -> None:
         """Write where this rank is."""
-        here = position.step, position.digest, position.index, position.instruction[:_LONGEST], position.meetings
+        step, digest, index, meetings = position.step, position.digest, position.index, position.meetings
         if self.places is None:
-            self.write(f"at/{self.rank}", here)
+            self.write(f"at/{self.rank}", (step, digest, index, position.instruction[:_LONGEST], meetings))
         else:
-            self.places.write(_encode(here).encode())
+            here = f"[{step}, {_quoted(digest)}, {index}, {_quoted(position.instruction)}, {meetings}]"
+            self.places.write(here.encode())
 
     def position(self, rank: int) -> Position:
         """The place that a rank last wrote."""
