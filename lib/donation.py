@@ -89,8 +89,8 @@ def donate(tree: T, *, to: str) -> T:
 
 
 def _move_node(node: Any, to: str) -> Any:
-    names = _names_of(type(node))
-    moved = type(node)(**{name: getattr(node, name) for name in names})
+    kind: Any = type(node)
+    moved = kind(**{name: getattr(node, name) for name in _names_of(kind)})
     take_node(node, to)
     return moved
 
@@ -108,7 +108,8 @@ def take_node(node: Any, to: str) -> None:
     Raises:
         DonatedError: it was emptied before.
     """
-    for name in _names_of(type(node)):
+    kind: Any = type(node)
+    for name in _names_of(kind):
         getattr(node, name)
         object.__delattr__(node, name)
     object.__setattr__(node, "_taken_by", to)
