@@ -324,16 +324,15 @@ class Engine:
             self._host, got = observe(self._host, work.job, result.token_ids, result.faults)
             self._counts.read(result)
             for row, req, count in got:
-                name = req.request.id
-                output = self._append(name, req, result, row, count)
+                output, name = self._append(req, result, row, count), req.request.id
                 outputs[name] = joined(outputs[name], output) if name in outputs else output
         return list(outputs.values())
 
-    def _append(self, name: str, req: RequestState, result: StepResult, row: int, count: int) -> RequestOutput:
+    def _append(self, req: RequestState, result: StepResult, row: int, count: int) -> RequestOutput:
         """Append tokens to a completion, and end its request if its text ends it."""
-        output = self._outputs.append(name, result, row, count, req.reason)
+        output = self._outputs.append(req.request.id, result, row, count, req.reason)
         if output.finish_reason is not None and not req.reason:
-            self._host = finish(self._host, name, output.finish_reason)
+            self._host = finish(self._host, req.request.id, output.finish_reason)
         return output
 
     def update(self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None) -> None:

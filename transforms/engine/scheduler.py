@@ -319,8 +319,7 @@ def _make_work(
     )
     unread, feeds, row_jobs = [], work.feeds, host.row_jobs
     for index, ((req, count), sampled) in enumerate(zip(scheduled, samples, strict=True)):
-        if count:
-            req.num_prefilled += count
+        req.num_prefilled += count
         if sampled:
             most = query_len if req.can_draft else 1
             unread.append((index, req, most))
