@@ -110,11 +110,12 @@ def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     """Make the back end `name`; None stands for `cuda` if any of the tensors is on a CUDA device, and for `tape` if
     not. `persistent` is one of these two, in which runs of operators are programs."""
     from weft.transforms.graphs.backends.cuda import CudaBackend
-    from weft.transforms.graphs.backends.persistent import PersistentBackend
     from weft.transforms.graphs.backends.tape import TapeBackend
 
     tensors = list(tensors)
     if name == "persistent":
+        from weft.transforms.graphs.backends.persistent import PersistentBackend
+
         return PersistentBackend(make_backend(None, tensors))
     on_cuda = cuda_device(tensors)
     if name is None:
