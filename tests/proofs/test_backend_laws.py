@@ -141,7 +141,7 @@ def check_close(scenario: OfBackend, device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_persistent_kernels_are_close(device: str) -> None:
     @settings(max_examples=30 if device == "cuda" else 3)
-    @given(of_backend("reference"))
+    @given(of_backend("triton" if device == "cuda" else "reference"))
     def check(scenario: OfBackend) -> None:
         config = attrs.evolve(scenario.config, hidden_size=128, intermediate_size=256, head_dim=32)
         check_close(attrs.evolve(scenario, config=config), device)
