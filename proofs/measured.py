@@ -1,4 +1,4 @@
-"""The page of measurements and the README's picture, made from `proofs/results/`: `python -m weft.proofs.measured`."""
+"""The page of measurements and its pictures, made from `proofs/results/`: `python -m weft.proofs.measured`."""
 
 import statistics
 from collections import defaultdict
@@ -7,15 +7,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from weft.proofs.picture import PICTURE, picture
+from weft.proofs.pictures import modes, roofline, tiles
 from weft.proofs.predictions import predicted_rows
 from weft.proofs.records import read, served, span, speeds
+from weft.proofs.roofline import roofline_rows
 
 PAGE = Path(__file__).parent / "pages" / "measured.md"
+PICTURES = (modes, roofline, tiles)
 HEADER = ("what", "figure", "against what", "build", "machine", "result file")
 _TITLE = """# Measured
 
-One table, made from the records in `proofs/results/` by `python -m weft.proofs.measured`; a test compares the two.
+Two pictures and a table, made from the records in `proofs/results/` by
+`python -m weft.proofs.measured`; tests compare them.
 
 - **build**: when the run began (UTC). Records do not name weft's commit. Figures of different builds do not compare.
 - **machine**: GPUs are NVIDIA H200, if no other is named, with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the
@@ -30,6 +33,29 @@ Each command to repeat a measurement is a module of `proofs/bench/` (`python -m 
 `proofs/bench/NOTES.md` says what was learned. Decode steps by number of requests and by context, as curves:
 `proofs/results/2026-11-22-h200-decode-modes.svg`; latency over HTTP against load:
 `proofs/results/2026-11-24-h200-http.svg`.
+
+## Decodes against the roofline
+
+100 % is the speed at which a step's bytes are read at the bandwidth of the data sheet, and nothing else takes time
+(`weft.proofs.roofline`): weights, of experts as many as random routing chooses, 258 tokens of keys and values for each
+request, and logits. Bars are medians of the runs of the oldest and of the newest record of one GPU; hosts differ, so
+the newest may be the slower one. The first builds, of which `proofs/bench/NOTES.md` tells, left no record of serving on
+one GPU.
+
+![Output tokens a second as a share of the roofline, oldest and newest record](roofline.svg)
+
+## Tiles that nobody tuned
+
+The model that chooses tiles was fitted six times, each time without a sixth of the shapes, and chose for those (`python
+-m weft.proofs.bench.tiles.cross_validation`). The loss is the time of its choice over that of the best choice of the
+whole search, less one. The target is 5 % at the median and 15 % at the worst. The numbers of tokens of a column are in
+the fit for other shapes, and the list of tiles that the model knows was drawn up from all shapes;
+`proofs/bench/NOTES.md` has the losses of shapes whose numbers of tokens the fit had not seen either, and says which of
+the worst cases are single times that were too long.
+
+![Loss of the chosen tile, by shape and number of tokens](tiles.svg)
+
+## All figures
 """
 
 
@@ -320,9 +346,10 @@ def client_rows() -> Iterator[tuple[str, ...]]:
 
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
-    served = serving_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows
-    others = start_rows, kernel_rows, attention_rows, call_rows, pipeline_rows, shared_rows, predicted_rows
-    for rows in (*served, *others, http_rows, client_rows):
+    served = serving_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows, roofline_rows
+    kernels = kernel_rows, tiles.tile_rows, attention_rows, call_rows
+    several = pipeline_rows, shared_rows, predicted_rows
+    for rows in (*served, start_rows, *kernels, *several, http_rows, client_rows):
         yield from rows()
 
 
@@ -334,5 +361,6 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")
-    print(PAGE, PICTURE, sep="\n")
+    for one in PICTURES:
+        one.PICTURE.write_text(one.picture(), encoding="utf-8")
+    print(PAGE, *(one.PICTURE for one in PICTURES), sep="\n")

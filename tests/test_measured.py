@@ -1,12 +1,16 @@
-"""The page of measurements and the README's picture are those of the records in `proofs/results/`."""
+"""The page of measurements and its pictures are those of the records in `proofs/results/`."""
 
 import re
+from collections import Counter
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from pages import ROOT
 
-from weft.proofs import measured, picture, records
+from weft.proofs import measured, records
+from weft.proofs.pictures import modes, roofline, tiles
+from weft.proofs.roofline import before_and_after
 
 ROWS = list(measured.table())
 
@@ -16,12 +20,58 @@ def test_the_page_is_of_these_records() -> None:
     assert (ROOT / "proofs" / "pages" / "measured.md").read_text(encoding="utf-8") == measured.page()
 
 
-def test_the_picture_is_of_these_records() -> None:
-    text = (ROOT / "proofs" / "pages" / "modes.svg").read_text(encoding="utf-8")
-    assert text == picture.picture()
-    said = [node.text or "" for node in ElementTree.fromstring(text).iter()]
+@pytest.mark.parametrize("module", measured.PICTURES, ids=lambda module: module.PICTURE.stem)
+def test_a_picture_is_of_these_records(module: Any) -> None:
+    assert module.PICTURE.read_text(encoding="utf-8") == module.picture()
+
+
+def said(module: Any) -> list[str]:
+    """The texts in a picture."""
+    root = ElementTree.parse(module.PICTURE).getroot()
+    return [node.text or "" for node in root.iter()]
+
+
+def test_the_modes_are_in_their_picture() -> None:
     for mode in ("eager", "piecewise", "full", "full_decode_only", "full_and_piecewise"):
-        assert mode in said
+        assert mode in said(modes)
+
+
+def test_shares_of_the_roofline_are_of_bytes_over_bandwidth() -> None:
+    found = before_and_after()
+    assert {gpu for gpu, _, _ in found} == {"H100", "H200"}
+    # Llama-3.1-8B reads 15.0 GB of weights, and 128 times 258 tokens with 131 kB of keys and values each.
+    assert roofline.roofline("H200", "llama-3.1-8b", 1) == pytest.approx(4.8e12 / 15.05e9, rel=0.01)
+    assert roofline.roofline("H200", "llama-3.1-8b", 128) == pytest.approx(128 * 4.8e12 / 19.7e9, rel=0.01)
+    oldest, newest = found["H200", "qwen3-30b-a3b-fp8", 128]
+    assert oldest.record.file == "2026-11-21-h200-bench-moe.json"
+    assert newest.time > oldest.time
+    for ends in found.values():
+        assert all(0.2 < one.share < 1 for one in ends)
+        assert {one.gpu for one in ends} == {ends[0].gpu}
+
+
+def test_the_picture_of_the_roofline_has_a_bar_for_each_end() -> None:
+    texts, ends = said(roofline), before_and_after().values()
+    assert sum("tokens/s" in text for text in texts) == sum(map(len, ends))
+    assert sum("no other record" in text for text in texts) == sum(len(own) == 1 for own in ends)
+
+
+@pytest.mark.parametrize("model", ["bf16", "fp8"])
+def test_no_fold_has_a_shape_of_another(model: str) -> None:
+    folds = records.read("h100-tile-losses").data["models"][model]
+    shapes = [tuple(shape) for fold in folds for shape in fold["shapes"]]
+    assert len(set(shapes)) == len(shapes)
+    for fold in folds:
+        assert {tuple(row[1:3]) for row in fold["products"]} <= {tuple(shape) for shape in fold["shapes"]}
+
+
+def test_losses_are_of_many_shapes_and_of_eight_numbers_of_tokens() -> None:
+    record = records.read("h100-tile-losses")
+    for model in ("bf16", "fp8"):
+        counts = Counter((one.rows, one.columns) for one in tiles.losses(record, model))
+        assert len(counts) >= 60
+        assert min(counts.values()) >= 8
+        assert all(one.loss >= 0 for one in tiles.losses(record, model))
 
 
 def test_every_row_has_its_record() -> None:

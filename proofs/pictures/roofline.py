@@ -1,0 +1,57 @@
+"""The picture of decodes as shares of the roofline, by model and batch size: the oldest record and the newest one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from weft.proofs.pictures.svg import BLUE, GREY, document, line, rect, text
+from weft.proofs.roofline import BANDWIDTHS, MODELS, Served, before_and_after, roofline
+
+PICTURE = Path(__file__).parent.parent / "pages" / "roofline.svg"
+
+_WIDTH, _LEFT, _FULL, _BAR, _GAP = 800, 200, 260, 15, 12
+"""`_FULL` is the length of 100 %."""
+
+
+def picture() -> str:
+    """For each GPU, model and number of requests a grey bar for the oldest record and a blue one for the newest."""
+    parts, top = [*_legend()], 68.0
+    found = before_and_after()
+    for gpu in BANDWIDTHS:
+        own = {key[1:]: ends for key, ends in found.items() if key[0] == gpu}
+        parts.append(text(0, top, f"One NVIDIA {gpu}, {BANDWIDTHS[gpu] / 1e12:g} TB/s", bold=True))
+        start = top = top + 12
+        bars: list[str] = []
+        for (model, requests), ends in own.items():
+            bars += _bars(gpu, model, requests, ends, top)
+            top += _BAR * max(2, len(ends)) + _GAP
+        parts += [*_axis(start, top - _GAP), *bars]
+        top += 34
+    return document(parts, _WIDTH, top - 26, "output tokens per second as a share of the roofline")
+
+
+def _legend() -> Iterator[str]:
+    yield text(0, 16, "Decodes as a share of the memory roofline (2 tokens in, 512 out, all requests at once)")
+    yield rect(0, 29, 12, 11, GREY, rx=2)
+    yield text(18, 39, "oldest record")
+    yield rect(118, 29, 12, 11, BLUE, rx=2)
+    yield text(136, 39, "newest record, when it began (UTC); builds and hosts differ")
+
+
+def _axis(start: float, stop: float) -> Iterator[str]:
+    for percent in (0, 25, 50, 75, 100):
+        x = _LEFT + _FULL * percent / 100
+        yield line(x, start, x, stop)
+        yield text(x, stop + 13, f"{percent} %", anchor="middle", size=11)
+
+
+def _bars(gpu: str, model: str, requests: int, ends: tuple[Served, ...], top: float) -> Iterator[str]:
+    yield text(_LEFT - 8, top + 12, MODELS[model], anchor="end")
+    most = f"{requests} request{'s' * (requests > 1)}; 100 %: {roofline(gpu, model, requests):,.0f}/s"
+    yield text(_LEFT - 8, top + 26, most, anchor="end", size=11)
+    more = ", no other record" if len(ends) == 1 else ", builds in turns" if ends[0].time[0] == ends[1].time[0] else ""
+    for index, one in enumerate(ends):
+        y, wide = top + _BAR * index, _FULL * one.share
+        is_newest = index == len(ends) - 1
+        yield rect(_LEFT, y + 1, wide, _BAR - 2, BLUE if is_newest else GREY, rx=2)
+        words = f"{one.share:.0%}   {one.speed:,.0f} tokens/s, {one.time[0][5:]}{more}"
+        yield text(_LEFT + _FULL + 10, y + 12, words, size=12)

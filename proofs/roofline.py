@@ -1,0 +1,135 @@
+"""Decodes served by one GPU as shares of the roofline, by model and batch size: the oldest record and the newest one.
+
+The roofline is the speed at which the bytes of a step are read at the bandwidth of the data sheet, and nothing else
+takes time: `predict_decode` with a `Machine` that has only a bandwidth. A step reads the weights (of experts as many as
+random routing chooses), the keys and values of 258 tokens of each request, the mean of 2 tokens in and 512 out, and the
+logits. A share compares all output tokens over all seconds, the prompts' included.
+"""
+
+import functools
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from weft.proofs.records import RESULTS, Record, span
+from weft.stages.config import parse_config
+from weft.stages.random_weights import PRESETS
+from weft.transforms.pipelines.hardware import Machine
+from weft.transforms.pipelines.prediction import predict_decode
+
+BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12}
+"""Bytes per second, from the data sheets."""
+MODELS = {
+    "qwen3-0.6b": "Qwen3-0.6B, bfloat16",
+    "llama-3.2-1b": "Llama-3.2-1B, bfloat16",
+    "llama-3.1-8b": "Llama-3.1-8B, bfloat16",
+    "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
+}
+"""Presets, and their names in print."""
+_CONTEXT = 2 + 512 // 2
+_LENGTHS = (2, 512)
+_DEFAULT = "full_and_piecewise"
+
+
+@attrs.frozen(order=True)
+class Served:
+    """Decodes of 2 tokens in and 512 out by one GPU, with requests that all arrive at once: runs of one build.
+
+    Args:
+        time: when the run began (UTC), to the minute, or the day; and which of the builds that took turns.
+        speeds: output tokens per second of each run.
+    """
+
+    time: tuple[str, int]
+    gpu: str
+    model: str
+    requests: int
+    speeds: tuple[float, ...] = attrs.field(order=False)
+    record: Record = attrs.field(order=False)
+
+    @property
+    def speed(self) -> float:
+        """The median of the runs."""
+        return statistics.median(self.speeds)
+
+    @property
+    def share(self) -> float:
+        """Of the roofline."""
+        return self.speed / roofline(self.gpu, self.model, self.requests)
+
+
+@functools.cache
+def roofline(gpu: str, model: str, requests: int) -> float:
+    """The most output tokens per second, by bytes over bandwidth."""
+    config, machine = parse_config(PRESETS[model], source=model), Machine(bandwidth=BANDWIDTHS[gpu])
+    found = predict_decode(config, 1, requests=requests, context=_CONTEXT, cohorts=1, machine=machine)
+    return found.chosen.tokens_per_second
+
+
+def served_alone() -> Iterator[Served]:
+    """The decodes in a graph a step of all records of one GPU that tell their time."""
+    for path in sorted(RESULTS.glob("????-??-??-h[12]00-*.json")):
+        record = Record(path.name, json.loads(path.read_text(encoding="utf-8")))
+        found: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for model, environment, row in _rows(record):
+            if not row.get("batch_invariant"):
+                gpu = next(gpu for gpu in BANDWIDTHS if gpu in (environment.get("gpu") or environment["device"]))
+                time = environment["time"][:16].replace("T", " ") if "time" in environment else record.file[:10]
+                key = (time, int(row.get("build") == "now")), gpu, model, row["num_requests"]
+                speeds = row["output_tokens_per_s"]
+                found[key][row.get("mode", _DEFAULT)] += speeds if isinstance(speeds, list) else [speeds]
+        for key, modes in found.items():
+            speeds = modes.get(_DEFAULT) or modes.get("full_decode_only")
+            if speeds:
+                yield Served(*key, tuple(speeds), record)
+
+
+def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
+    """The rows of decodes by one GPU, each with its model and the environment that it was measured in."""
+    data, name = record.data, record.file[11:]
+    if "wanted" in data:  # `weft bench --json`
+        wanted = data["wanted"]
+        if (wanted["input_len"], wanted["output_len"]) == _LENGTHS:
+            yield wanted["preset"], data["environment"], data | {"mode": wanted["graph"]}
+    elif name.startswith(("h200-serving-dense", "h200-serving-moe")):
+        model = "qwen3-0.6b" if "dense" in name else "qwen3-30b-a3b-fp8"
+        for row in data["rows"]:
+            if row.get("workload") == "decode" and "output_tokens_per_s" in row:
+                yield model, data["environment"], row
+    elif "decodes-two-builds" in name:
+        for row in data["rows"]:
+            if (row["input_len"], row["output_len"]) == _LENGTHS:
+                yield row["model"], data["environment"], row
+    elif name == "h200-http.json" and (data["input_len"], data["output_len"]) == _LENGTHS:
+        for own in data["models"]:
+            for row in own["alone"]:
+                yield own["model"], data["environment"], row
+    for run in (*data.get("runs", ()), *data.get("earlier", ())):
+        if run.get("stages") == 1:
+            for row in run["rows"]:
+                if row["workload"] == "decode":
+                    yield run["preset"], run.get("environment") or data["environment"], row
+
+
+def before_and_after() -> dict[tuple[str, str, int], tuple[Served, ...]]:
+    """By GPU, model and number of requests the oldest decodes and the newest; only one, where only one was measured."""
+    found: dict[tuple[str, str, int], list[Served]] = defaultdict(list)
+    for one in sorted(served_alone()):
+        found[one.gpu, one.model, one.requests].append(one)
+    keys = ((gpu, model, requests) for gpu in BANDWIDTHS for model in MODELS for requests in (1, 128))
+    return {key: (*found[key][:1], *found[key][1:][-1:]) for key in keys if key in found}
+
+
+def roofline_rows() -> Iterator[tuple[str, ...]]:
+    """The newest decodes of one GPU, for the page of measurements."""
+    for (gpu, model, requests), ends in before_and_after().items():
+        newest = ends[-1]
+        what = f"{MODELS[model]}: {requests} request{'s' * (requests > 1)}, 2 in, 512 out: share of the roofline"
+        most = f"{roofline(gpu, model, requests):,.0f} tokens/s at {BANDWIDTHS[gpu] / 1e12:g} TB/s"
+        first = f"; {ends[0].share:.0%} on {ends[0].time[0]}" if len(ends) > 1 else "; no older record"
+        figure = f"{newest.share:.0%}: {span(newest.speeds, '{:,.0f}')} tokens/s"
+        yield what, figure, most + first, newest.time[0], f"1 {gpu}", f"`{newest.record.file}`"
