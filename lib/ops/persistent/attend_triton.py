@@ -34,16 +34,16 @@ def attend(
     k_start, v_start = tl.load(row + 16), tl.load(row + 17)
     eps = tl.load(row + 18).to(tl.int32).to(tl.float32, bitcast=True)
     scale = tl.load(row + 19).to(tl.int32).to(tl.float32, bitcast=True)
+    # Nothing in a program writes where the tokens are.
+    token, has, seq_len, slot = _where(program // splits // KV_HEADS, tokens, query_start_loc, seq_lens, slots)
     wait(arrived, ended)
     EACH: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
     group, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
     for item in range(program, tokens * KV_HEADS * splits, PROGRAMS):
         split, head, request = item % splits, item // splits % KV_HEADS, item // splits // KV_HEADS
-        token = tl.load(query_start_loc + request).to(tl.int64)
-        has = tl.load(query_start_loc + request + 1) > token
-        seq_len = tl.load(seq_lens + request)
-        slot = tl.load(slots + token, mask=has, other=-1)
+        if item != program:
+            token, has, seq_len, slot = _where(request, tokens, query_start_loc, seq_lens, slots)
         own = (head * EACH + group)[:, None] * DIM + dim[None, :]
         shown = (group < EACH)[:, None] & (dim >= 0)[None, :]
         if (split == 0) & (request >= tl.load(query_start_loc + tokens)):  # a token after those of all requests
@@ -91,6 +91,15 @@ def attend(
                                 shares, maxima, sums, (token * HEADS + head * EACH + one) * SPLITS, used,
                                 out + (token * HEADS + head * EACH + one) * DIM, DIM, SPLITS, TYPE,
                             )  # fmt: skip
+
+
+@triton.jit
+def _where(request, tokens, query_start_loc, seq_lens, slots):
+    """A request's token, whether it has one, the length of its context, and the token's slot."""
+    request = tl.minimum(request, tokens - 1)
+    token = tl.load(query_start_loc + request).to(tl.int64)
+    has = tl.load(query_start_loc + request + 1) > token
+    return token, has, tl.load(seq_lens + request), tl.load(slots + token, mask=has, other=-1)
 
 
 @triton.jit

@@ -21,6 +21,8 @@ ROWS = 32
 """Rows of weights in an item of a product."""
 COLUMNS = 128
 """Columns that a product takes at a time. It is faster if each part has a multiple of it."""
+MOST_PARTS = 4
+"""The most parts of what an instruction reads or makes."""
 MAX_TOKENS = 16
 """The most tokens of a step that runs as instructions."""
 

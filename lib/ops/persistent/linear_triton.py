@@ -102,11 +102,11 @@ def linear_of_one(
         factor = 1.0
         if gain != 0:
             column = tl.arange(0, WIDTH)
-            value = added(x, x_parts, residual, column, columns, column < columns, TYPE)
-            factor = 1 / tl.sqrt(tl.sum(value * value, 0) / columns + eps)
+            whole = added(x, x_parts, residual, column, columns, column < columns, TYPE)
+            factor = 1 / tl.sqrt(tl.sum(whole * whole, 0) / columns + eps)
             if (program == 0) & (total != 0):
                 place = tl.multiple_of(total.to(tl.pointer_type(TYPE)), 16) + column
-                tl.store(place, value.to(TYPE), mask=column < columns)
+                tl.store(place, whole.to(TYPE), mask=column < columns)
         for item in range(program, items, PROGRAMS):
             n = rows_of(item % row_tiles, rows, gate, ROWS)
             part = item // row_tiles
@@ -116,18 +116,16 @@ def linear_of_one(
                 first = tl.load(at + low, mask=(step < share)[None, :], other=0.0)
                 second = tl.load(at + (low + CHUNK), mask=(CHUNK + step < share)[None, :], other=0.0)
             sums = tl.zeros([ROWS, CHUNK // 8], tl.float32)
+            value = _input(x, x_parts, residual, gain, factor, low + step, columns, step < share, TYPE)
             for k in range(0, share, CHUNK):
                 third = tl.load(at + (low + k + 2 * CHUNK), mask=(k + 2 * CHUNK + step < share)[None, :], other=0.0)
-                column = low + k + step
-                inside = k + step < share
-                value = added(x, x_parts, residual, column, columns, inside, TYPE)
-                if gain != 0:
-                    scale = tl.load(tl.multiple_of(gain.to(tl.pointer_type(TYPE)), 16) + column, mask=inside, other=0.0)
-                    value = (value * factor * scale.to(tl.float32)).to(TYPE).to(tl.float32)
+                there = k + CHUNK + step < share
+                following = _input(x, x_parts, residual, gain, factor, low + k + CHUNK + step, columns, there, TYPE)
                 # Eight neighbours are in the registers of one thread.
                 sums += tl.sum(tl.reshape(first.to(tl.float32) * value[None, :], (ROWS, CHUNK // 8, 8)), 2)
                 first = second
                 second = third
+                value = following
             acc = tl.sum(sums, 1)
             if (bias != 0) & (part == 0):
                 acc += tl.load(bias.to(tl.pointer_type(TYPE)) + n, mask=n < rows, other=0.0).to(tl.float32)
@@ -142,6 +140,16 @@ def linear_of_one(
                 tl.store(out.to(tl.pointer_type(TYPE)) + n, acc.to(TYPE), mask=n < rows)
             else:
                 tl.store(out.to(tl.pointer_type(tl.float32)) + part * rows + n, acc, mask=n < rows)
+
+
+@triton.jit
+def _input(x, x_parts, residual, gain, factor, column, columns, inside, TYPE: tl.constexpr):
+    """Some columns of the only token, normalised if there is a gain, in float32."""
+    value = added(x, x_parts, residual, column, columns, inside, TYPE)
+    if gain != 0:
+        scale = tl.load(tl.multiple_of(gain.to(tl.pointer_type(TYPE)), 16) + column, mask=inside, other=0.0)
+        value = (value * factor * scale.to(tl.float32)).to(TYPE).to(tl.float32)
+    return value
 
 
 @triton.jit

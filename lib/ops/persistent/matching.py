@@ -8,13 +8,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, ROWS, Attend, Instruction, Linear, Norm
+from weft.ops.parts import num_parts
+from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, MOST_PARTS, ROWS, Attend, Instruction, Linear, Norm
 from weft.ops.register import FLOATS
 from weft.torchapi.private import storage_id, storage_uses
 
 _ALIGNED = 16
 """Bytes of an address; and columns of a product."""
-_MOST_PARTS = 8
 _LEAST_SHARE = 256
 """Columns of a part of a product."""
 _NORM_TOKENS = 4
@@ -74,7 +74,7 @@ def _linear(
         return None
     (tokens, columns), rows = x.shape, weight.shape[0]
     parts, tiles = 1, -(-rows // ROWS)
-    while 2 * parts * tiles <= programs and parts < _MOST_PARTS and columns % (2 * parts * COLUMNS) == 0:
+    while 2 * parts * tiles <= programs and parts < MOST_PARTS and columns % (2 * parts * COLUMNS) == 0:
         if columns // (2 * parts) < _LEAST_SHARE:
             break
         parts *= 2
@@ -124,7 +124,14 @@ def _rotate(
     is_power = dim >= 16 and dim & (dim - 1) == 0
     of_dtype = [x for x in (q_norm, k_norm, sin) if x is not None]
     fits = _fit(cos, *of_dtype) and slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
-    if not fits or not is_power or (q_norm is None) != (k_norm is None) or not _few(qkv) or not qkv.is_contiguous():
+    if (
+        not fits
+        or not is_power
+        or num_parts(qkv) > MOST_PARTS
+        or (q_norm is None) != (k_norm is None)
+        or not _few(qkv)
+        or not qkv.is_contiguous()
+    ):
         return None
     if kv_pages.dtype not in (cos.dtype, torch.float8_e4m3fn) or not kv_pages.is_contiguous():
         return None
@@ -183,7 +190,14 @@ def _fit(first: Tensor, *others: Tensor | None) -> bool:
 
 def _sum_fits(x: Tensor, residual: Tensor) -> bool:
     parts = x.is_contiguous() and x.dtype == (torch.float32 if x.dim() == 3 else residual.dtype)
-    return parts and residual.dim() == 2 and _fit(residual) and _few(residual) and _aligned_rows(residual)
+    return (
+        parts
+        and num_parts(x) <= MOST_PARTS
+        and residual.dim() == 2
+        and _fit(residual)
+        and _few(residual)
+        and _aligned_rows(residual)
+    )
 
 
 def match(calls: Sequence[Call]) -> list[Matched | Call]:

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 
 from weft.ops.kernel_triton import INTERPRETED
+from weft.ops.persistent.instructions import MOST_PARTS as _MOST_PARTS
+
+MOST_PARTS = tl.constexpr(_MOST_PARTS)
 
 
 @triton.jit
@@ -25,11 +28,8 @@ def wait(arrived, count):
     """Wait until `count` ends of instructions were told, and see what they wrote. An instruction first reads its own
     fields, which no program writes."""
     if not INTERPRETED:
-        while tl.load(arrived, volatile=True) < count:
+        while tl.atomic_add(arrived, 0, sem="acquire") < count:  # by one thread: a load would be one of each warp's
             pass
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; mov.b32 $0, 0;", "=r,r", [count.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -50,6 +50,7 @@ def sum_parts(x, parts, place, stride, mask, TYPE: tl.constexpr):
     """The sum of float32 parts at the address x, first to last, rounded to TYPE, in float32."""
     start = tl.multiple_of(x.to(tl.pointer_type(tl.float32)), 16)
     total = tl.load(start + place, mask=mask, other=0.0)
-    for part in range(1, parts):
-        total += tl.load(start + tl.multiple_of(part * stride, 16) + place, mask=mask, other=0.0)
+    for part in tl.static_range(1, MOST_PARTS):  # in a loop each load would wait for the one before it
+        there = mask & (part < parts)
+        total += tl.load(start + tl.multiple_of(part * stride, 16) + place, mask=there, other=0.0)
     return total.to(TYPE).to(tl.float32)
