@@ -22,7 +22,8 @@ def attend(
     The share with the last position also keeps the new key and value, and reads them. The share that is the last to
     end joins them all.
     """
-    qkv, parts, q_norm, k_norm = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    qkv, parts = tl.load(row + 1), tl.load(row + 2).to(tl.int32)
+    q_norm, k_norm = tl.load(row + 3), tl.load(row + 4)
     cos, sin = tl.load(row + 5).to(tl.pointer_type(TYPE)), tl.load(row + 6).to(tl.pointer_type(TYPE))
     slots = tl.load(row + 7).to(tl.pointer_type(tl.int64))
     kv_pages = tl.multiple_of(tl.load(row + 8).to(tl.pointer_type(KV_TYPE)), 16)

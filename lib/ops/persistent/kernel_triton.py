@@ -87,14 +87,14 @@ def _fetch_ahead(row, exists, program, PROGRAMS: tl.constexpr, ROWS: tl.constexp
     if exists:  # noqa: SIM102 (Triton's `and` reads both sides)
         if tl.load(row) == _LINEAR:
             weight = tl.load(row + 6).to(tl.pointer_type(TYPE))
-            rows, columns = tl.load(row + 9), tl.load(row + 10)
-            parts, gate = tl.load(row + 11), tl.load(row + 12)
+            rows, columns = tl.load(row + 9).to(tl.int32), tl.load(row + 10).to(tl.int32)
+            parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
             row_tiles = tl.cdiv(rows, ROWS)
             if program < row_tiles * parts:
                 n = rows_of(program % row_tiles, rows, gate, ROWS)
                 share = columns // parts
                 low = program // row_tiles * share
-                start = weight + tl.minimum(n, rows - 1)[:, None] * columns
+                start = weight + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns
                 line = tl.arange(0, LINES) * LINE
                 high = low + tl.minimum(share, _AHEAD)
                 for k in range(low, high, LINES * LINE):

@@ -24,14 +24,12 @@ def linear(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """The fields are those of `Linear`, in order. An item is ROWS rows of one part."""
-    x, x_parts, residual, gain, total = (
-        tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-    )  # fmt: skip
+    x, residual, gain, total = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    x_parts = tl.load(row + 2).to(tl.int32)
     weight = tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(TYPE)), 16)
     bias, out = tl.load(row + 7), tl.load(row + 8)
-    rows = tl.load(row + 9)
-    columns = tl.multiple_of(tl.load(row + 10), 16)
-    parts, gate = tl.load(row + 11), tl.load(row + 12)
+    rows, columns = tl.load(row + 9).to(tl.int32), tl.multiple_of(tl.load(row + 10).to(tl.int32), 16)
+    parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
     eps = tl.load(row + 13).to(tl.int32).to(tl.float32, bitcast=True)
     wait(arrived, ended)
     row_tiles = tl.cdiv(rows, ROWS)
@@ -77,14 +75,12 @@ def linear_of_one(
 ):  # fmt: skip
     """`_linear` of one token. The first weights are on the way to registers before what they are multiplied with is
     there."""
-    x, x_parts, residual, gain, total = (
-        tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-    )  # fmt: skip
+    x, residual, gain, total = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    x_parts = tl.load(row + 2).to(tl.int32)
     weight = tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(TYPE)), 16)
     bias, out = tl.load(row + 7), tl.load(row + 8)
-    rows = tl.load(row + 9)
-    columns = tl.multiple_of(tl.load(row + 10), 16)
-    parts, gate = tl.load(row + 11), tl.load(row + 12)
+    rows, columns = tl.load(row + 9).to(tl.int32), tl.multiple_of(tl.load(row + 10).to(tl.int32), 16)
+    parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
     eps = tl.load(row + 13).to(tl.int32).to(tl.float32, bitcast=True)
     row_tiles = tl.cdiv(rows, ROWS)
     items = row_tiles * parts
@@ -112,7 +108,7 @@ def linear_of_one(
             part = item // row_tiles
             low = tl.multiple_of(part * share, 16)
             if item != program:
-                at = weight + tl.minimum(n, rows - 1)[:, None] * columns + step[None, :]
+                at = weight + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns + step[None, :]
                 first = tl.load(at + low, mask=(step < share)[None, :], other=0.0)
                 second = tl.load(at + (low + CHUNK), mask=(CHUNK + step < share)[None, :], other=0.0)
             sums = tl.zeros([ROWS, CHUNK // 8], tl.float32)
@@ -169,10 +165,9 @@ def _store_gated(
 @triton.jit
 def norm(row, arrived, ended, tokens, program, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr):
     """The fields are those of `Norm`, in order. An item is a token."""
-    x, x_parts, residual, gain, total = (
-        tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-    )  # fmt: skip
-    out, columns = tl.load(row + 6), tl.multiple_of(tl.load(row + 7), 16)
+    x, residual, gain, total = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    x_parts = tl.load(row + 2).to(tl.int32)
+    out, columns = tl.load(row + 6), tl.multiple_of(tl.load(row + 7).to(tl.int32), 16)
     eps = tl.load(row + 8).to(tl.int32).to(tl.float32, bitcast=True)
     wait(arrived, ended)
     for token in range(program, tokens, PROGRAMS):

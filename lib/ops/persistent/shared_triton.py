@@ -51,6 +51,6 @@ def sum_parts(x, parts, place, stride, mask, TYPE: tl.constexpr):
     start = tl.multiple_of(x.to(tl.pointer_type(tl.float32)), 16)
     total = tl.load(start + place, mask=mask, other=0.0)
     for part in tl.static_range(1, MOST_PARTS):  # in a loop each load would wait for the one before it
-        there = mask & (part < parts)
+        there = tl.where(part < parts, mask, False)  # in the interpreter `&` makes integers of these
         total += tl.load(start + tl.multiple_of(part * stride, 16) + place, mask=there, other=0.0)
     return total.to(TYPE).to(tl.float32)

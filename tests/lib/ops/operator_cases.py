@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from persistent_cases import Case, make_program
 from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
@@ -11,6 +12,7 @@ from weft.ops import fp8, gate, leaves, linear, lora, norm, requests, rotary
 from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
 from weft.ops.fp8 import reference_quantize
+from weft.ops.persistent.program import operands_of
 from weft.ops.sampling import sample
 from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
 from weft.ops.transfers import transfer
@@ -80,6 +82,12 @@ NOBODY = Nobody()
 END = MEMBER = transfer.register(NOBODY)
 
 
+def run_persistent(dtype: torch.dtype) -> Args:
+    """A program of three instructions."""
+    given = operands_of(make_program(Case((3, 0)), dtype)[:3])
+    return list(given.reads), list(given.writes), given.text
+
+
 def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     """Calls of each operator in this dtype."""
     generator = torch.Generator().manual_seed(0)
@@ -134,6 +142,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
             (torch.ones(4, 2), MEMBER, str(effect))
             for effect in (AllReduce((0, 1)), AllGather((0, 1), dim=1), ReduceScatter((0, 1)), AllToAll((0, 1)))
         ],
+        "run_persistent": [run_persistent(dtype)],
         "recv": [([torch.zeros(2), torch.zeros(3)], END, 0, 7)],
         "resolve_tokens": [
             (rows, integers(5, -1, -1, 2), starts, integers(3, 4, 0), integers(7, 8, 9),
