@@ -212,7 +212,7 @@ def match(calls: Sequence[Call]) -> list[Matched | Call]:
     def passes(out: Tensor, taker: Call, place: int = 0) -> bool:
         """Whether a result goes to this argument of the taker, whole, and nowhere else."""
         given = taker.args[place]
-        is_it = given.data_ptr() == out.data_ptr() and given.numel() == out.numel()
+        is_it = given.data_ptr() == out.data_ptr() and given.shape == out.shape
         key = storage_id(out)
         return is_it and readers[key] == 1 and storage_uses(out) == held[key]
 
