@@ -70,7 +70,8 @@ def results_of(func: Any, args: tuple[Any, ...], programs: int, empty: Empty) ->
 def _linear(
     programs: int, empty: Empty, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
 ) -> tuple[Tensor, ...] | None:
-    if leaves or x.dim() != 2 or weight.shape[1] % _ALIGNED or not _fit(x, weight, bias) or not _few(x):
+    multiply = x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1] and _has_shape(bias, len(weight))
+    if leaves or not multiply or x.shape[1] % _ALIGNED or not _fit(x, weight, bias) or not _few(x):
         return None
     (tokens, columns), rows = x.shape, weight.shape[0]
     parts, tiles = 1, -(-rows // ROWS)
@@ -82,7 +83,7 @@ def _linear(
 
 
 def _rms_norm(programs: int, empty: Empty, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, ...] | None:
-    if x.dim() != 2 or not _fit(x, gain) or not _few(x) or not _aligned_rows(x):
+    if x.dim() != 2 or not _has_shape(gain, x.shape[1]) or not _fit(x, gain) or not _few(x) or not _aligned_rows(x):
         return None
     return (empty(tuple(x.shape), x, x.dtype),)
 
@@ -90,7 +91,7 @@ def _rms_norm(programs: int, empty: Empty, x: Tensor, gain: Tensor, eps: float) 
 def _add_rms_norm(
     programs: int, empty: Empty, x: Tensor, residual: Tensor, gain: Tensor, eps: float
 ) -> tuple[Tensor, ...] | None:
-    if not _sum_fits(x, residual) or not _fit(residual, gain):
+    if not _sum_fits(x, residual) or not _fit(residual, gain) or not _has_shape(gain, x.shape[-1]):
         return None
     shape = tuple(residual.shape)
     return empty(shape, residual, residual.dtype), empty(shape, residual, residual.dtype)
@@ -101,7 +102,7 @@ def _add_parts(programs: int, empty: Empty, x: Tensor, residual: Tensor) -> tupl
 
 
 def _silu_mul(programs: int, empty: Empty, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-    if x.shape[-1] % 2 or not _few(x) or not x.is_contiguous():
+    if x.dim() not in (2, 3) or x.shape[-1] % 2 or not _few(x) or not x.is_contiguous():
         return None
     return (empty((x.shape[-2], x.shape[-1] // 2), x, dtype),)
 
@@ -120,13 +121,18 @@ def _rotate(
     num_heads: int,
     starts: Sequence[int],
 ) -> tuple[Tensor, ...] | None:
-    dim = kv_pages.shape[-1]
+    if qkv.dim() not in (2, 3):
+        return None
+    tokens, dim = qkv.shape[-2], kv_pages.shape[-1]
     is_power = dim >= 16 and dim & (dim - 1) == 0
     of_dtype = [x for x in (q_norm, k_norm, sin) if x is not None]
     fits = _fit(cos, *of_dtype) and slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
+    fits = fits and _has_shape(slot_mapping, tokens) and all(_has_shape(x, tokens, dim // 2) for x in (cos, sin))
+    fits = fits and all(_has_shape(x, dim) for x in (q_norm, k_norm)) and _is_aligned(qkv) and _is_aligned(kv_pages)
     if (
         not fits
         or not is_power
+        or qkv.dtype != (torch.float32 if qkv.dim() == 3 else cos.dtype)
         or num_parts(qkv) > MOST_PARTS
         or (q_norm is None) != (k_norm is None)
         or not _few(qkv)
@@ -135,7 +141,7 @@ def _rotate(
         return None
     if kv_pages.dtype not in (cos.dtype, torch.float8_e4m3fn) or not kv_pages.is_contiguous():
         return None
-    return (empty((qkv.shape[-2], num_heads, dim), cos, cos.dtype),)
+    return (empty((tokens, num_heads, dim), cos, cos.dtype),)
 
 
 def _attention(
@@ -185,13 +191,25 @@ def _fit(first: Tensor, *others: Tensor | None) -> bool:
     """Whether tensors are contiguous, aligned, on one device, and of one dtype that operators compute with."""
     given = [first, *(x for x in others if x is not None)]
     same = all(x.dtype == first.dtype and x.device == first.device for x in given)
-    return same and first.dtype in FLOATS and all(x.is_contiguous() and x.data_ptr() % _ALIGNED == 0 for x in given)
+    return same and first.dtype in FLOATS and all(x.is_contiguous() and _is_aligned(x) for x in given)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % _ALIGNED == 0
+
+
+def _has_shape(x: Tensor | None, *shape: int) -> bool:
+    """Whether a tensor has this shape, if there is one. An operator that broadcasts, or that raises, runs as it is."""
+    return x is None or x.shape == shape
 
 
 def _sum_fits(x: Tensor, residual: Tensor) -> bool:
     parts = x.is_contiguous() and x.dtype == (torch.float32 if x.dim() == 3 else residual.dtype)
     return (
         parts
+        and _is_aligned(x)
+        and x.dim() in (2, 3)
+        and x.shape[-2:] == residual.shape
         and num_parts(x) <= MOST_PARTS
         and residual.dim() == 2
         and _fit(residual)
@@ -212,7 +230,7 @@ def match(calls: Sequence[Call]) -> list[Matched | Call]:
     def passes(out: Tensor, taker: Call, place: int = 0) -> bool:
         """Whether a result goes to this argument of the taker, whole, and nowhere else."""
         given = taker.args[place]
-        is_it = given.data_ptr() == out.data_ptr() and given.shape == out.shape
+        is_it = _same_memory(given, out)
         key = storage_id(out)
         return is_it and readers[key] == 1 and storage_uses(out) == held[key]
 
@@ -271,7 +289,13 @@ def _gated(norm: Norm | None, call: Call, others: Sequence[Call], passes: Callab
 def _attends(rotate: Call, attention: Call) -> bool:
     """Whether attention reads what the rotation keeps, in the same step."""
     slots, pages = rotate.args[6:8]
-    return bool(attention.args[3].data_ptr() == pages.data_ptr() and attention.args[4].data_ptr() == slots.data_ptr())
+    return _same_memory(attention.args[3], pages) and _same_memory(attention.args[4], slots)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same numbers, and not a view of another shape or dtype."""
+    looks = ((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (one, other))
+    return next(looks) == next(looks)
 
 
 def _attend_of(rotate: Call, attention: Call) -> Attend:

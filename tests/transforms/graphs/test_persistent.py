@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.errors import ProgramError
+from weft.errors import CaptureError, ProgramError
 from weft.ops.attention.paged import paged_attention
 from weft.ops.gate import silu_mul
 from weft.ops.linear import linear
@@ -160,12 +160,86 @@ def with_a_loop(x: Tensor) -> Any:
     return blocks(x)
 
 
+def in_inference_mode(x: Tensor) -> Any:
+    """`reshape`, `contiguous` and `to` come whole, and may copy; and what was put off in it runs after it."""
+    with torch.inference_mode():
+        y = blocks(x)
+        found = y.t().reshape(-1) + 1, y.t().contiguous() + 1, y.to(torch.float64) + 1
+        last = blocks(y)
+    return *found, last.clone()
+
+
+def read_by_its_storage(x: Tensor) -> Any:
+    """A result's storage outlives all its tensors."""
+    normed = rms_norm(x, GAIN, 1e-5)
+    storage, first = normed.untyped_storage(), linear(normed, SQUARE)
+    del normed
+    last = linear(linear(linear(first, SQUARE), SQUARE), SQUARE).tanh()
+    return last, torch.empty(0).set_(storage, 0, (1, 64), (64, 1)).clone()
+
+
+def seen_as_another_dtype(x: Tensor) -> Tensor:
+    """A product takes the bits of a norm's result as numbers of another dtype."""
+    found = rms_norm(x.half(), GAIN.half(), 1e-5).view(torch.bfloat16)
+    for _ in range(4):
+        found = linear(found, SQUARE.bfloat16())
+    return found.nan_to_num()
+
+
+def broadcast(x: Tensor) -> Any:
+    """A residual of one token is added to two."""
+    normed, total = add_rms_norm(torch.cat((x, x)), x, GAIN, 1e-5)
+    return linear(linear(linear(linear(normed, SQUARE), SQUARE), SQUARE), SQUARE), total
+
+
 CHAINS = [kept_between, read_twice, part_of_a_result, cut_otherwise, written_between, with_a_loop]
+CHAINS += [in_inference_mode, read_by_its_storage, seen_as_another_dtype, broadcast]
 
 
 @pytest.mark.parametrize("fn", CHAINS, ids=lambda fn: fn.__name__)
 def test_results_are_those_of_the_function(fn: Callable[..., Any]) -> None:
     agrees(fn, weights(1, 128 if fn in (part_of_a_result, cut_otherwise) else 64))
+
+
+def four_products(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(linear(linear(linear(x, weight), SQUARE), SQUARE), SQUARE)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (64, 48)])
+def test_a_product_that_does_not_fit_is_refused_where_it_is_called(shape: tuple[int, ...]) -> None:
+    weight = weights(*shape)
+
+    def fn(x: Tensor) -> Tensor:
+        try:
+            y = linear(x, weight)
+        except RuntimeError:
+            y = x
+        return four_products(y, SQUARE)
+
+    with pytest.raises(CaptureError, match=r"it goes on after an error of an operator.*weft\.linear"):
+        weft.graphify(fn, backend="persistent")(weights(2, 64))
+
+
+def test_autocast_is_that_of_the_call() -> None:
+    """A replay has no autocast, so a result that follows it is refused; but none is computed without it silently."""
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = four_products(x, SQUARE)
+        return found + 1
+
+    with pytest.raises(RuntimeError, match="dtype"):
+        weft.graphify(fn, backend="tape")(weights(2, 64))
+    with pytest.raises(RuntimeError, match="dtype"):
+        weft.graphify(fn, backend="persistent")(weights(2, 64))
+
+
+def test_an_operator_of_others_sees_what_was_put_off() -> None:
+    """Its schema says that it makes a view; it may still read and write."""
+    library = torch.library.Library("weft_test_persistent", "DEF")
+    library.define("double(Tensor(a) x) -> Tensor(a)")
+    library.impl("double", lambda x: x.mul_(2), "CPU")
+    agrees(lambda x: torch.ops.weft_test_persistent.double(four_products(x, SQUARE)), weights(2, 64))
 
 
 def attend(x: Tensor, pages: Tensor, cos: Tensor, window: int = 0, queries: int = 1) -> tuple[Tensor, Tensor]:
@@ -199,6 +273,19 @@ def test_attention_is_an_instruction_with_its_rotation(
         assert torch.equal(found, wanted)
         assert torch.equal(pages, other)
     assert (program in programs) is bool(program)
+
+
+def test_attention_at_which_the_graph_is_split_is_no_instruction(programs: Programs) -> None:
+    def step(pages: Tensor, x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+        out, pages = attend(x, pages, cos)
+        return pages, out
+
+    given = weights(2, 2, 8, 2, 16, seed=5), weights(2, 64), weights(2, 8)
+    wanted = step(given[0].clone(), *given[1:])
+    split = {"split_at": "weft::paged_attention", "donate_argnames": "pages"}
+    found = weft.graphify(step, backend="persistent", **split)(*given)
+    assert all(map(torch.equal, found, wanted))
+    assert not any("Attend" in program for program in programs)
 
 
 LLAMA = {

@@ -5,6 +5,7 @@ unwritten. Any other operator but a view, a loop, and the end of the function le
 each is one launch. So a program has all calls between two operators that it cannot take.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -34,15 +35,21 @@ class Fuser(OperatorWatch):
     Args:
         programs: of a launch, among which products are cut into parts; 1: they are whole.
         tables: those that the programs of a captured graph read; None: on the CPU.
+        split_at: operators that run as they are, because the graph is split at them.
     """
 
-    def __init__(self, programs: int, tables: Tables | None = None) -> None:
+    def __init__(self, programs: int, tables: Tables | None = None, split_at: Set[str] = frozenset()) -> None:
         super().__init__()
-        self.programs, self.tables = programs, tables
+        self.programs, self.tables, self.split_at = programs, tables, split_at
         self._calls: list[Call] = []
+        self._inference = False  # whether they were called in inference mode
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not kwargs and (outs := results_of(func, args, self.programs, self._empty)) is not None:
+        if self._inference is not (inference := torch.is_inference_mode_enabled()):
+            self.flush()
+            self._inference = inference
+        may_wait = not kwargs and func._schema.name not in self.split_at and not _autocasts()
+        if may_wait and (outs := results_of(func, args, self.programs, self._empty)) is not None:
             self._calls.append(Call(func, map_tensors(Tensor.detach, args), tuple(x.detach() for x in outs)))
             return outs[0] if len(outs) == 1 else outs
         if not _only_views(func):
@@ -61,7 +68,16 @@ class Fuser(OperatorWatch):
 
     def flush(self) -> None:
         """Run the calls that were put off, while an operator is being called."""
+        if not self._calls:
+            return
         calls, self._calls = self._calls, []
+        if self._inference is torch.is_inference_mode_enabled():
+            self._run(calls)
+            return
+        with torch.inference_mode(self._inference):
+            self._run(calls)
+
+    def _run(self, calls: Sequence[Call]) -> None:
         run = list[Matched]()
         for each in match(calls):
             if isinstance(each, Matched) and is_one([*(one.instruction for one in run), each.instruction]):
@@ -130,12 +146,27 @@ class Fuser(OperatorWatch):
             yield
 
 
+def _autocasts() -> bool:
+    """Whether autocast is on, which changes what the operators compute when they are called."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+@functools.cache
 def _only_views(func: Any) -> bool:
     """Whether an operator only makes a view of its argument, or memory that is yet unwritten."""
     schema = func._schema
+    if func.namespace != "aten" or _may_copy(func):  # one of others may read and write whatever its schema says
+        return False
     writes = any(x.alias_info is not None and x.alias_info.is_write for x in schema.arguments)
     views = bool(schema.returns) and all(x.alias_info is not None for x in schema.returns)
     return not writes and (views or func.overloadpacket in ONLY_MEMORY)
+
+
+def _may_copy(func: Any) -> bool:
+    """Whether an operator consists of others, of which one may copy: `reshape`, `contiguous`, `to`. In inference mode
+    it comes whole."""
+    name = func._schema.name + (f".{overload}" if (overload := func._schema.overload_name) else "")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 @attrs.frozen(eq=False)
@@ -178,7 +209,7 @@ class PersistentBackend:
         tables = self._room() if self.device.type == "cuda" else None
         token = TABLES.set(tables)
         try:
-            recording = self.inner.capture(self.changed(fn), audit, split_at)
+            recording = self.inner.capture(self.changed(fn, split_at), audit, split_at)
         finally:
             TABLES.reset(token)
         if tables is None:
@@ -187,12 +218,12 @@ class PersistentBackend:
             tables.fill()
         return attrs.evolve(recording, external=(*recording.external, tables.memory))
 
-    def changed(self, fn: Callable[[], Any]) -> Callable[[], Any]:
-        """`fn` with its calls as programs."""
+    def changed(self, fn: Callable[[], Any], split_at: Set[str] = frozenset()) -> Callable[[], Any]:
+        """`fn` with its calls as programs, but for those that `split_at` names."""
         programs = processors(self.device) if self.device.type == "cuda" else 1
 
         def run() -> Any:
-            with Fuser(programs, TABLES.get()) as fuser, fuser.watching_loops(), fuser.watching_launches():
+            with Fuser(programs, TABLES.get(), split_at) as fuser, fuser.watching_loops(), fuser.watching_launches():
                 result = fn()
                 fuser.finish()
             return result
