@@ -1,5 +1,6 @@
 """The persistent back end: what it runs as programs, and that results are those of the function itself."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import weft
 from weft.errors import CaptureError, ProgramError
@@ -318,6 +320,19 @@ def test_an_engine_says_the_same_tokens(config: dict[str, Any], programs: Progra
     assert [*say("full_and_piecewise", "persistent")] == [*say("none", None)]
     layers = config["num_hidden_layers"]
     assert ["Linear+norm", "Attend", "Linear", "Linear+norm+gate", "Linear"] * layers + ["Norm"] in programs
+
+
+def test_dropped_weights_are_not_held() -> None:
+    """Not even by a cycle of references, which would hold them until the garbage collector runs."""
+    graph = weft.graphify(lambda params, x: four_products(x, params["w"]) + 1, backend="persistent")
+    params = {"w": weights(64, 64)}
+    gc.disable()
+    for _ in range(2):
+        graph(params, weights(2, 64))
+    held = StorageWeakRef(params["w"].untyped_storage())
+    del params
+    gc.enable()
+    assert held.expired()
 
 
 def test_ranks_in_processes_are_refused() -> None:

@@ -21,7 +21,7 @@ from weft.ops.persistent.program import RUN, TABLES, Tables, is_one, operands_of
 from weft.torchapi.private import BelowAutograd
 from weft.torchapi.watching import OperatorWatch, unwatched
 from weft.transforms.graphs.backends.audit import Audit
-from weft.transforms.graphs.backends.loops import current_looper, looping
+from weft.transforms.graphs.backends.loops import Looper, current_looper, looping
 from weft.transforms.graphs.backends.operators import ONLY_MEMORY, map_tensors
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 
@@ -129,21 +129,29 @@ class Fuser(OperatorWatch):
         if outer is None:
             yield
             return
-        fuser, record, cannot = self, outer.loop, outer.unable
-
-        class Flushing:
-            unable = cannot
-
-            def loop(self, flag: Tensor, step: Callable[[], None]) -> None:
-                def whole() -> None:
-                    step()
-                    fuser.finish()
-
-                fuser.finish()
-                record(flag, whole)
-
-        with looping(Flushing()):
+        with looping(_Flushing(self, outer)):
             yield
+
+
+@attrs.frozen(eq=False)
+class _Flushing:
+    """What records loops as `looper` does, after what `fuser` has put off. (A class inside of the method would be a
+    cycle, which keeps what the function reads until Python collects it.)"""
+
+    fuser: Fuser
+    looper: Looper
+
+    @property
+    def unable(self) -> str | None:
+        return self.looper.unable
+
+    def loop(self, flag: Tensor, step: Callable[[], None]) -> None:
+        def whole() -> None:
+            step()
+            self.fuser.finish()
+
+        self.fuser.finish()
+        self.looper.loop(flag, whole)
 
 
 def _autocasts() -> bool:
