@@ -146,6 +146,9 @@ class Norm:
 class Attend:
     """`weft::rotate_and_keep` and `weft::paged_attention` of one token of each request.
 
+    In two points the kernel does less than these: no request reads a key that another one writes in the same step, and
+    a token that is padding has slot -1, or its key is not kept.
+
     Args:
         qkv: `[T, N]`, or float32 parts of it.
         q_norm, k_norm: `[D]`, the weights of the norms over a head.

@@ -2,7 +2,8 @@
 
 While a function is captured, the calls that an instruction could take are put off: their results are handed out
 unwritten. Any other operator but a view, a loop, and the end of the function let them run first, as programs of which
-each is one launch. So a program has all calls between two operators that it cannot take.
+each is one launch. So a program has all calls between two operators that it cannot take. What reads a result in another
+way than by an operator of the thread, or a kernel of Triton that it launches, may see it unwritten.
 """
 
 import functools
@@ -18,7 +19,7 @@ from weft.ops.parts import sum_parts
 from weft.ops.persistent.instructions import FIELDS, Instruction
 from weft.ops.persistent.matching import Call, Matched, match, results_of
 from weft.ops.persistent.program import RUN, TABLES, Tables, is_one, operands_of, processors
-from weft.torchapi.private import BelowAutograd
+from weft.torchapi.private import BelowAutograd, is_composite
 from weft.torchapi.watching import OperatorWatch, unwatched
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.loops import Looper, current_looper, looping
@@ -163,18 +164,15 @@ def _autocasts() -> bool:
 def _only_views(func: Any) -> bool:
     """Whether an operator only makes a view of its argument, or memory that is yet unwritten."""
     schema = func._schema
-    if func.namespace != "aten" or _may_copy(func):  # one of others may read and write whatever its schema says
+    if func.namespace != "aten":  # one of others may read and write whatever its schema says
+        return False
+    if is_composite(
+        func
+    ):  # one of its operators may copy: `reshape`, `contiguous` and `to` come whole in inference mode
         return False
     writes = any(x.alias_info is not None and x.alias_info.is_write for x in schema.arguments)
     views = bool(schema.returns) and all(x.alias_info is not None for x in schema.returns)
     return not writes and (views or func.overloadpacket in ONLY_MEMORY)
-
-
-def _may_copy(func: Any) -> bool:
-    """Whether an operator consists of others, of which one may copy: `reshape`, `contiguous`, `to`. In inference mode
-    it comes whole."""
-    name = func._schema.name + (f".{overload}" if (overload := func._schema.overload_name) else "")
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 @attrs.frozen(eq=False)
