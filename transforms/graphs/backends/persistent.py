@@ -166,9 +166,7 @@ def _only_views(func: Any) -> bool:
     schema = func._schema
     if func.namespace != "aten":  # one of others may read and write whatever its schema says
         return False
-    if is_composite(
-        func
-    ):  # one of its operators may copy: `reshape`, `contiguous` and `to` come whole in inference mode
+    if is_composite(func):  # `reshape`, `contiguous` and `to` come whole in inference mode, and may copy
         return False
     writes = any(x.alias_info is not None and x.alias_info.is_write for x in schema.arguments)
     views = bool(schema.returns) and all(x.alias_info is not None for x in schema.returns)
