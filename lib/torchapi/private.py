@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import functools
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -397,20 +396,3 @@ def is_composite(func: Any) -> bool:
     inference mode they see it whole."""
     name = func._schema.name + (f".{overload}" if (overload := func._schema.overload_name) else "")
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
-
-
-def storage_uses(tensor: torch.Tensor) -> int:
-    """The number of tensors on the storage of `tensor`, itself among them, that something holds; and the references to
-    the storage as an object of its own."""
-    storage = tensor.untyped_storage()
-    uses = int(torch._C._storage_Use_Count(storage._cdata)) - 1  # that of `storage`
-    return uses + sys.getrefcount(storage) - _REFERENCES
-
-
-def _storage_references(tensor: torch.Tensor) -> int:
-    """What `sys.getrefcount` says of a storage that only a tensor holds; it depends on the release of torch."""
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(storage)
-
-
-_REFERENCES = _storage_references(torch.empty(0, device="cpu"))

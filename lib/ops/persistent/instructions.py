@@ -202,7 +202,7 @@ class Attend:
 
     @property
     def heads(self) -> "Heads":
-        """What a program is compiled for."""
+        """The sizes of its attention, for which a program is compiled."""
         _, _, page_size, kv_heads, dim = self.kv_pages.shape
         return Heads(self.out.shape[1], kv_heads, dim, page_size, self.kv_pages.dtype, self.q_norm is not None)
 

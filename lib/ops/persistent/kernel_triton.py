@@ -57,9 +57,10 @@ def run_kernel(
         opcode = tl.load(row)
         ended = (at - first) * PROGRAMS  # what `arrived` is when the last instruction has ended
         if not INTERPRETED:
-            if at == first:
-                _fetch_ahead(row + _FIELDS, at + 1 < last, program, PROGRAMS, ROWS, TYPE)
-            _fetch_ahead(row + 2 * _FIELDS, at + 2 < last, program, PROGRAMS, ROWS, TYPE)
+            if (at == first) & (at + 1 < last):
+                _fetch_ahead(row + _FIELDS, program, ROWS, TYPE)
+            if at + 2 < last:
+                _fetch_ahead(row + 2 * _FIELDS, program, ROWS, TYPE)
         if opcode == _LINEAR:
             if ONE:
                 linear_of_one(row, arrived, ended, program, PROGRAMS, ROWS, CHUNK, WIDTH, TYPE)
@@ -80,26 +81,25 @@ def run_kernel(
 
 
 @triton.jit
-def _fetch_ahead(row, exists, program, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr):
+def _fetch_ahead(row, program, ROWS: tl.constexpr, TYPE: tl.constexpr):
     """Fetch weights of this program's first item of an instruction into the L2 cache, if it is a product."""
     LINES: tl.constexpr = 16
     LINE: tl.constexpr = 128 // (TYPE.primitive_bitwidth // 8)  # elements of a cache line
-    if exists:  # noqa: SIM102 (Triton's `and` reads both sides)
-        if tl.load(row) == _LINEAR:
-            weight = tl.load(row + 6).to(tl.pointer_type(TYPE))
-            rows, columns = tl.load(row + 9).to(tl.int32), tl.load(row + 10).to(tl.int32)
-            parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
-            row_tiles = tl.cdiv(rows, ROWS)
-            if program < row_tiles * parts:
-                n = rows_of(program % row_tiles, rows, gate, ROWS)
-                share = columns // parts
-                low = program // row_tiles * share
-                start = weight + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns
-                line = tl.arange(0, LINES) * LINE
-                high = low + tl.minimum(share, _AHEAD)
-                for k in range(low, high, LINES * LINE):
-                    at = start + tl.minimum(k + line, high - 1)[None, :]
-                    tl.inline_asm_elementwise(
-                        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)],
-                        dtype=tl.int32, is_pure=False, pack=1,
-                    )  # fmt: skip
+    if tl.load(row) == _LINEAR:
+        weight = tl.load(row + 6).to(tl.pointer_type(TYPE))
+        rows, columns = tl.load(row + 9).to(tl.int32), tl.load(row + 10).to(tl.int32)
+        parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
+        row_tiles = tl.cdiv(rows, ROWS)
+        if program < row_tiles * parts:
+            n = rows_of(program % row_tiles, rows, gate, ROWS)
+            share = columns // parts
+            low = program // row_tiles * share
+            start = weight + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns
+            line = tl.arange(0, LINES) * LINE
+            high = low + tl.minimum(share, _AHEAD)
+            for k in range(low, high, LINES * LINE):
+                at = start + tl.minimum(k + line, high - 1)[None, :]
+                tl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)],
+                    dtype=tl.int32, is_pure=False, pack=1,
+                )  # fmt: skip

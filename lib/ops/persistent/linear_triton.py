@@ -19,18 +19,25 @@ def rows_of(tile, rows, gate, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _fields_of(row, TYPE: tl.constexpr):
+    """The fields of `Linear`, in order."""
+    x, residual, gain, total = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    x_parts = tl.load(row + 2).to(tl.int32)
+    weight, bias, out = tl.load(row + 6).to(tl.pointer_type(TYPE)), tl.load(row + 7), tl.load(row + 8)
+    rows, columns = tl.load(row + 9).to(tl.int32), tl.load(row + 10).to(tl.int32)
+    parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
+    eps = tl.load(row + 13).to(tl.int32).to(tl.float32, bitcast=True)
+    return x, x_parts, residual, gain, total, weight, bias, out, rows, columns, parts, gate, eps
+
+
+@triton.jit
 def linear(
     row, arrived, ended, scratch, tokens, program, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """The fields are those of `Linear`, in order. An item is ROWS rows of one part."""
-    x, residual, gain, total = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-    x_parts = tl.load(row + 2).to(tl.int32)
-    weight = tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(TYPE)), 16)
-    bias, out = tl.load(row + 7), tl.load(row + 8)
-    rows, columns = tl.load(row + 9).to(tl.int32), tl.multiple_of(tl.load(row + 10).to(tl.int32), 16)
-    parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
-    eps = tl.load(row + 13).to(tl.int32).to(tl.float32, bitcast=True)
+    """A product; an item is ROWS rows of one part."""
+    x, x_parts, residual, gain, total, weight, bias, out, rows, columns, parts, gate, eps = _fields_of(row, TYPE)
+    weight, columns = tl.multiple_of(weight, 16), tl.multiple_of(columns, 16)
     wait(arrived, ended)
     row_tiles = tl.cdiv(rows, ROWS)
     items = row_tiles * parts
@@ -73,23 +80,17 @@ def linear_of_one(
     row, arrived, ended, program, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """`_linear` of one token. The first weights are on the way to registers before what they are multiplied with is
+    """`linear` of one token. The first weights are on the way to registers before what they are multiplied with is
     there."""
-    x, residual, gain, total = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-    x_parts = tl.load(row + 2).to(tl.int32)
-    weight = tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(TYPE)), 16)
-    bias, out = tl.load(row + 7), tl.load(row + 8)
-    rows, columns = tl.load(row + 9).to(tl.int32), tl.multiple_of(tl.load(row + 10).to(tl.int32), 16)
-    parts, gate = tl.load(row + 11).to(tl.int32), tl.load(row + 12)
-    eps = tl.load(row + 13).to(tl.int32).to(tl.float32, bitcast=True)
+    x, x_parts, residual, gain, total, weight, bias, out, rows, columns, parts, gate, eps = _fields_of(row, TYPE)
+    weight, columns = tl.multiple_of(weight, 16), tl.multiple_of(columns, 16)
     row_tiles = tl.cdiv(rows, ROWS)
     items = row_tiles * parts
     share = tl.multiple_of(columns // parts, 16)
     step = tl.arange(0, CHUNK)
     low = tl.multiple_of(program // row_tiles * share, 16)
-    at = (
-        weight + tl.minimum(rows_of(program % row_tiles, rows, gate, ROWS), rows - 1)[:, None] * columns + step[None, :]
-    )
+    n = rows_of(program % row_tiles, rows, gate, ROWS)
+    at = weight + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns + step[None, :]
     count = tl.where(program < items, share, 0)
     first = tl.load(at + low, mask=(step < count)[None, :], other=0.0)
     second = tl.load(at + (low + CHUNK), mask=(CHUNK + step < count)[None, :], other=0.0)

@@ -11,7 +11,8 @@ from torch import Tensor
 from weft.ops.parts import num_parts
 from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, MOST_PARTS, ROWS, Attend, Instruction, Linear, Norm
 from weft.ops.register import FLOATS
-from weft.torchapi.private import storage_id, storage_uses
+from weft.torchapi.private import storage_id
+from weft.torchapi.storages import storage_uses
 
 _ALIGNED = 16
 """Bytes of an address; and columns of a product."""
@@ -107,20 +108,8 @@ def _silu_mul(programs: int, empty: Empty, x: Tensor, dtype: torch.dtype) -> tup
     return (empty((x.shape[-2], x.shape[-1] // 2), x, dtype),)
 
 
-def _rotate(
-    programs: int,
-    empty: Empty,
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    kv_pages: Tensor,
-    num_heads: int,
-    starts: Sequence[int],
-) -> tuple[Tensor, ...] | None:
+def _rotate(programs: int, empty: Empty, qkv: Tensor, *given: Any) -> tuple[Tensor, ...] | None:
+    q_norm, k_norm, _, cos, sin, slot_mapping, kv_pages, num_heads, _ = given
     if qkv.dim() not in (2, 3):
         return None
     tokens, dim = qkv.shape[-2], kv_pages.shape[-1]
@@ -144,21 +133,8 @@ def _rotate(
     return (empty((tokens, num_heads, dim), cos, cos.dtype),)
 
 
-def _attention(
-    programs: int,
-    empty: Empty,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    kv_pages: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, ...] | None:
+def _attention(programs: int, empty: Empty, q: Tensor, *given: Any) -> tuple[Tensor, ...] | None:
+    k, v, _, _, block_table, query_start_loc, seq_lens, max_query_len, _, window = given
     where = block_table, query_start_loc, seq_lens
     one_each = max_query_len == 1 and len(seq_lens) == len(q)
     if k is not None or v is not None or window or not one_each or not _fit(q) or not _few(q.flatten(1)):

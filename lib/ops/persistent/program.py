@@ -18,7 +18,7 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Linear, Norm, A
 
 @attrs.frozen
 class Operands:
-    """What a program reads and writes, and its text: the arguments of the operator."""
+    """The arguments of `weft::run_persistent`: the tensors that a program reads and writes, and its text."""
 
     reads: tuple[Tensor, ...]
     writes: tuple[Tensor, ...]
@@ -132,14 +132,10 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
-def run_references(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
+def _run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
     """The operator on the CPU: the references of its instructions."""
     for each in instructions_of(reads, writes, text):
         each.run()
-
-
-def _run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
-    run_references(reads, writes, text)
 
 
 RUN = define(

@@ -1,4 +1,4 @@
-"""What the instructions of a persistent kernel share: waits for the other programs, and sums at addresses.
+"""Functions that the instructions of a persistent kernel share: waits for the other programs, and sums at addresses.
 
 Import this module only where triton is installed.
 """

@@ -94,7 +94,7 @@ class Model:
 
 @functools.cache
 def record() -> dict[str, Any]:
-    """What `linear.json` has: where it was measured, how far the choices are from the best, and the models."""
+    """The contents of `linear.json`: where it was measured, how far the choices are from the best, and the models."""
     return dict(json.loads(MODEL.read_text(encoding="utf-8")))
 
 

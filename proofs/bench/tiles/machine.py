@@ -34,7 +34,7 @@ def compile_all(kinds: Iterable[K], compile_kind: Callable[[K], tuple[K, V]], li
 
 
 def device_facts() -> Iterator[tuple[str, Any]]:
-    """What a model of the device's time may depend on: its multiprocessors, caches, bandwidth and peak."""
+    """The facts of a device on which a model of its times may depend: multiprocessors, caches, bandwidth, peak."""
     properties = torch.cuda.get_device_properties(0)
     yield "processors", properties.multi_processor_count
     yield "cache_bytes", properties.L2_cache_size

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import weft
@@ -238,10 +238,10 @@ def test_autocast_is_that_of_the_call() -> None:
 
 def test_an_operator_of_others_sees_what_was_put_off() -> None:
     """Its schema says that it makes a view; it may still read and write."""
-    library = torch.library.Library("weft_test_persistent", "DEF")
-    library.define("double(Tensor(a) x) -> Tensor(a)")
-    library.impl("double", lambda x: x.mul_(2), "CPU")
-    agrees(lambda x: torch.ops.weft_test_persistent.double(four_products(x, SQUARE)), weights(2, 64))
+    others = library.Library("others", "DEF")
+    others.define("double(Tensor(a) x) -> Tensor(a)")
+    others.impl("double", lambda x: x.mul_(2), "CPU")
+    agrees(lambda x: torch.ops.others.double(four_products(x, SQUARE)), weights(2, 64))
 
 
 def attend(x: Tensor, pages: Tensor, cos: Tensor, window: int = 0, queries: int = 1) -> tuple[Tensor, Tensor]:
