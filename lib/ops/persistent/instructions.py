@@ -1,7 +1,7 @@
-"""The instructions of a persistent kernel: each is the work of one to three operators, on tensors that are known."""
+"""The instructions of a persistent kernel: each is the work of one to three operators on one token, T = 1."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -15,16 +15,14 @@ from weft.ops.norm import add_parts, rms_norm
 from weft.ops.parts import num_parts
 from weft.ops.rotary import rotate_and_keep
 
-FIELDS = 24
+FIELDS = 16
 """Numbers of 8 bytes in the row of an instruction."""
-ROWS = 32
+ROWS = 16
 """Rows of weights in an item of a product."""
-COLUMNS = 128
-"""Columns that a product takes at a time. It is faster if each part has a multiple of it."""
-MOST_PARTS = 4
+COLUMNS = 1024
+"""Columns that a product takes at a time."""
+MOST_PARTS = 2
 """The most parts of what an instruction reads or makes."""
-MAX_TOKENS = 16
-"""The most tokens of a step that runs as instructions."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -59,7 +57,10 @@ class Linear:
     def fields(self) -> Iterator[Any]:
         """The numbers of its row, after the opcode."""
         yield from (self.x, num_parts(self.x), self.residual, self.gain, self.total)
-        yield from (self.weight, self.bias, self.out, *self.weight.shape, self.parts, int(self.gate), self.eps)
+        rows, columns = self.weight.shape
+        words = columns // 2  # a word is two numbers
+        cut = words // self.parts | self.parts << 32 | int(self.gate) << 62
+        yield from (self.weight, self.bias, self.out, rows | words << 32, cut, self.eps)
 
     @property
     def parts(self) -> int:
@@ -70,11 +71,6 @@ class Linear:
     def like(self) -> Tensor:
         """A tensor of its dtype on its device."""
         return self.weight
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return int(self.x.shape[-2])
 
     def run(self) -> None:
         """The same by the operators' references."""
@@ -125,11 +121,6 @@ class Norm:
         like = self.out if self.total is None else self.total
         assert like is not None
         return like
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return int(self.x.shape[-2])
 
     def run(self) -> None:
         """The same by the operators' references."""
@@ -185,9 +176,8 @@ class Attend:
 
     def fields(self) -> Iterator[Any]:
         """The numbers of its row, after the opcode."""
-        yield from (self.qkv, num_parts(self.qkv), self.q_norm, self.k_norm, self.cos, self.sin, self.slot_mapping)
-        yield from (self.kv_pages, self.block_table, self.query_start_loc, self.seq_lens, self.out, self.qkv.shape[-1])
-        yield from (self.block_table.stride(0), self.kv_pages.stride(0), self.keys, self.values, self.eps)
+        yield from (self.qkv, num_parts(self.qkv), self.q_norm, self.k_norm, self.kv_pages, self.out)
+        yield from (self.qkv.shape[-1], self.kv_pages.stride(0), self.keys, self.values, self.eps)
         yield self.scale * 1.4426950408889634  # log2(e), since powers are of 2
 
     @property
@@ -196,9 +186,9 @@ class Attend:
         return self.out
 
     @property
-    def tokens(self) -> int:
-        """T."""
-        return int(self.qkv.shape[-2])
+    def where(self) -> tuple[Tensor, ...]:
+        """What tells of the token's place in its context."""
+        return self.cos, self.sin, self.slot_mapping, self.block_table, self.query_start_loc, self.seq_lens
 
     @property
     def heads(self) -> "Heads":
@@ -230,16 +220,21 @@ class Heads:
     normed: bool
 
 
-def row_of(instruction: Instruction) -> list[int]:
-    """The row of an instruction: its opcode, then addresses, sizes, and float32 numbers by their bits.
+def rows_of(instructions: Sequence[Instruction]) -> list[list[int]]:
+    """The rows of instructions: the opcode; addresses, sizes, and float32 numbers by their bits; and last how many rows
+    it is to the next product, 0 if there is none.
 
     >>> linear = Linear(x=torch.zeros(1, 128), weight=torch.zeros(32, 128), out=torch.zeros(1, 32))
-    >>> row_of(linear)[9:13]
-    [32, 128, 1, 0]
+    >>> [row[-1] for row in rows_of([linear, linear])]
+    [1, 0]
     """
-    found = [instruction.opcode, *map(_number, instruction.fields())]
-    assert len(found) <= FIELDS
-    return found + [0] * (FIELDS - len(found))
+    found, following = list[list[int]](), 0
+    for each in reversed(instructions):
+        row = [each.opcode, *map(_number, each.fields())]
+        assert len(row) < FIELDS
+        found.append(row + [0] * (FIELDS - 1 - len(row)) + [following])
+        following = 1 if isinstance(each, Linear) else following and following + 1
+    return found[::-1]
 
 
 def _number(value: Any) -> int:

@@ -6,16 +6,14 @@ from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.kernel_triton import INTERPRETED
-from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, ROWS, Attend, Heads, Instruction, Linear, Norm
+from weft.ops.persistent.instructions import Attend, Heads, Instruction, Linear, Norm
 from weft.ops.persistent.kernel_triton import run_kernel
 from weft.ops.persistent.program import instructions_of, place_table, processors
 from weft.ops.tiles.tile import power_of_two
 
 _KEYS = 64
 """Keys of a step of attention."""
-_CHUNK = 256
-"""Columns that a product of one token takes at a time."""
-_SPLITS = 16
+_SPLITS = 8
 """The most shares of a context."""
 _WARPS, _STAGES = 8, 4
 _NO_HEADS = Heads(0, 1, 16, 1, torch.float32, False)
@@ -24,29 +22,27 @@ _NO_HEADS = Heads(0, 1, 16, 1, torch.float32, False)
 def run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
     """`weft::run_persistent`."""
     instructions = instructions_of(reads, writes, text)
-    like, tokens = instructions[0].like, instructions[0].tokens
+    like = instructions[0].like
     attends = [each for each in instructions if isinstance(each, Attend)]
     heads = attends[0].heads if attends else _NO_HEADS
-    table, counters = place_table(instructions, 1 + tokens * heads.kv_heads, like.device)
-    dtype, programs = like.dtype, processors(like.device)
-    width = power_of_two(max(map(_norm_width, instructions)))
-    splits = min(_SPLITS, max(1, programs // (tokens * heads.kv_heads)))
-    new = like.new_empty
-    scratch = new((programs, MAX_TOKENS, width))
-    shares = new((tokens, heads.num_heads, _SPLITS, heads.dim), dtype=torch.float32)
-    maxima, sums = new((2, tokens, heads.num_heads, _SPLITS), dtype=torch.float32)
-    products = [each for each in instructions if isinstance(each, Linear)]
-    even = all(each.weight.shape[1] % (each.parts * COLUMNS) == 0 for each in products)
+    table, counters = place_table(instructions, 1 + heads.kv_heads, like.device)
+    where = attends[0].where if attends else (table,) * 6
+    programs, group = processors(like.device), max(heads.num_heads // heads.kv_heads, 1)
+    made = power_of_two(group + 2)
+    width = power_of_two(max(made * heads.dim, *map(_norm_width, instructions)))
+    splits = min(_SPLITS, programs // heads.kv_heads)
+    scratch = like.new_empty((programs, width))
+    cells = programs * _KEYS + heads.kv_heads * _SPLITS  # of rows of keys, no more than keys
+    shares = like.new_empty((cells, power_of_two(group), heads.dim), dtype=torch.float32)
+    maxima, sums = like.new_empty((2, cells, power_of_two(group)), dtype=torch.float32)
     count, kv_type = len(instructions), TRITON_DTYPES.get(heads.kv_dtype, tl.float8e4nv)
     with torch.cuda.device_of(table):
         for first, last in [(i, i + 1) for i in range(count)] if INTERPRETED.value else [(0, count)]:
             run_kernel[(programs,)](
-                table, counters, counters[1:], scratch, shares, maxima, sums, first, last, tokens, splits,
-                PROGRAMS=programs, TOKENS=MAX_TOKENS, ONE=tokens == 1, ROWS=ROWS, COLUMNS=COLUMNS,
-                CHUNK=_CHUNK, WIDTH=width,
-                EVEN=even, TYPE=TRITON_DTYPES[dtype], HEADS=heads.num_heads, KV_HEADS=heads.kv_heads, DIM=heads.dim,
-                PAGE_SIZE=heads.page_size, KV_TYPE=kv_type, HEAD_NORM=heads.normed,
-                GROUP=max(16, power_of_two(max(heads.num_heads // heads.kv_heads, 1))), KEYS=_KEYS, SPLITS=_SPLITS,
+                table, counters, counters[1:], scratch, shares, maxima, sums, *where, first, last, splits,
+                PROGRAMS=programs, WIDTH=width, TYPE=TRITON_DTYPES[like.dtype], HEADS=heads.num_heads,
+                KV_HEADS=heads.kv_heads, DIM=heads.dim, PAGE_SIZE=heads.page_size, KV_TYPE=kv_type,
+                HEAD_NORM=heads.normed, GROUP=power_of_two(group), MADE=made, KEYS=_KEYS, SPLITS=_SPLITS,
                 num_warps=_WARPS, num_stages=_STAGES, launch_cooperative_grid=True,
             )  # fmt: skip
 

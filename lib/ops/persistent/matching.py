@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.parts import num_parts
-from weft.ops.persistent.instructions import COLUMNS, MAX_TOKENS, MOST_PARTS, ROWS, Attend, Instruction, Linear, Norm
+from weft.ops.persistent.instructions import MOST_PARTS, ROWS, Attend, Instruction, Linear, Norm
 from weft.ops.register import FLOATS
 from weft.torchapi.private import storage_id
 from weft.torchapi.storages import storage_uses
@@ -18,8 +18,6 @@ _ALIGNED = 16
 """Bytes of an address; and columns of a product."""
 _LEAST_SHARE = 256
 """Columns of a part of a product."""
-_NORM_TOKENS = 4
-"""The most tokens that each program normalises for its own product."""
 
 
 @attrs.frozen(eq=False)
@@ -72,19 +70,17 @@ def _linear(
     programs: int, empty: Empty, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
 ) -> tuple[Tensor, ...] | None:
     multiply = x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1] and _has_shape(bias, len(weight))
-    if leaves or not multiply or x.shape[1] % _ALIGNED or not _fit(x, weight, bias) or not _few(x):
+    if leaves or not multiply or x.shape[1] % _ALIGNED or not _fit(x, weight, bias) or not _is_one(x):
         return None
-    (tokens, columns), rows = x.shape, weight.shape[0]
-    parts, tiles = 1, -(-rows // ROWS)
-    while 2 * parts * tiles <= programs and parts < MOST_PARTS and columns % (2 * parts * COLUMNS) == 0:
-        if columns // (2 * parts) < _LEAST_SHARE:
-            break
-        parts *= 2
-    return (empty((tokens, rows), x, x.dtype) if parts == 1 else empty((parts, tokens, rows), x, torch.float32),)
+    columns, rows = x.shape[1], weight.shape[0]
+    fewer = MOST_PARTS * -(-rows // ROWS) <= programs  # items than programs
+    if fewer and columns % (MOST_PARTS * _ALIGNED) == 0 and columns // MOST_PARTS >= _LEAST_SHARE:
+        return (empty((MOST_PARTS, 1, rows), x, torch.float32),)
+    return (empty((1, rows), x, x.dtype),)
 
 
 def _rms_norm(programs: int, empty: Empty, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, ...] | None:
-    if x.dim() != 2 or not _has_shape(gain, x.shape[1]) or not _fit(x, gain) or not _few(x) or not _aligned_rows(x):
+    if x.dim() != 2 or not _has_shape(gain, x.shape[1]) or not _fit(x, gain) or not _is_one(x) or not _aligned_rows(x):
         return None
     return (empty(tuple(x.shape), x, x.dtype),)
 
@@ -103,7 +99,7 @@ def _add_parts(programs: int, empty: Empty, x: Tensor, residual: Tensor) -> tupl
 
 
 def _silu_mul(programs: int, empty: Empty, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-    if x.dim() not in (2, 3) or x.shape[-1] % 2 or not _few(x) or not x.is_contiguous():
+    if x.dim() not in (2, 3) or x.shape[-1] % 2 or not _is_one(x) or not x.is_contiguous():
         return None
     return (empty((x.shape[-2], x.shape[-1] // 2), x, dtype),)
 
@@ -124,9 +120,11 @@ def _rotate(programs: int, empty: Empty, qkv: Tensor, *given: Any) -> tuple[Tens
         or qkv.dtype != (torch.float32 if qkv.dim() == 3 else cos.dtype)
         or num_parts(qkv) > MOST_PARTS
         or (q_norm is None) != (k_norm is None)
-        or not _few(qkv)
+        or not _is_one(qkv)
         or not qkv.is_contiguous()
     ):
+        return None
+    if 1 < programs < kv_pages.shape[3]:  # key heads, of which each has a program or more
         return None
     if kv_pages.dtype not in (cos.dtype, torch.float8_e4m3fn) or not kv_pages.is_contiguous():
         return None
@@ -137,7 +135,7 @@ def _attention(programs: int, empty: Empty, q: Tensor, *given: Any) -> tuple[Ten
     k, v, _, _, block_table, query_start_loc, seq_lens, max_query_len, _, window = given
     where = block_table, query_start_loc, seq_lens
     one_each = max_query_len == 1 and len(seq_lens) == len(q)
-    if k is not None or v is not None or window or not one_each or not _fit(q) or not _few(q.flatten(1)):
+    if k is not None or v is not None or window or not one_each or not _fit(q) or not _is_one(q.flatten(1)):
         return None
     if not all(x.is_contiguous() and x.dtype == torch.int32 for x in where):
         return None
@@ -155,8 +153,8 @@ _MAKERS: dict[str, Callable[..., tuple[Tensor, ...] | None]] = {
 }
 
 
-def _few(x: Tensor) -> bool:
-    return 0 < x.shape[-2] <= MAX_TOKENS
+def _is_one(x: Tensor) -> bool:
+    return x.shape[-2] == 1
 
 
 def _aligned_rows(x: Tensor) -> bool:
@@ -189,7 +187,7 @@ def _sum_fits(x: Tensor, residual: Tensor) -> bool:
         and num_parts(x) <= MOST_PARTS
         and residual.dim() == 2
         and _fit(residual)
-        and _few(residual)
+        and _is_one(residual)
         and _aligned_rows(residual)
     )
 
@@ -225,8 +223,12 @@ def _instruction(calls: Sequence[Call], passes: Callable[..., bool]) -> tuple[In
     match first.name:
         case "weft::rms_norm" | "weft::add_rms_norm" | "weft::add_parts":
             norm = _norm_of(first)
-            few = first.outs[0].shape[0] <= _NORM_TOKENS and norm.gain is not None
-            if few and following is not None and following.name == "weft::linear" and passes(first.outs[0], following):
+            if (
+                norm.gain is not None
+                and following is not None
+                and following.name == "weft::linear"
+                and passes(first.outs[0], following)
+            ):
                 return _gated(norm, following, others[1:], passes)
             return norm, 1
         case "weft::linear":

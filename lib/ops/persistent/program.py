@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.persistent.instructions import FIELDS, Attend, Instruction, Linear, Norm, row_of
+from weft.ops.persistent.instructions import FIELDS, Attend, Instruction, Linear, Norm, rows_of
 from weft.ops.register import define
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Linear, Norm, Attend)}
@@ -66,9 +66,13 @@ def _lines(text: str) -> Any:
 
 
 def is_one(instructions: Sequence[Instruction]) -> bool:
-    """Whether these can be one program, which has one number of tokens, one dtype, one device and one size of heads."""
-    kinds = {(each.tokens, each.like.dtype, each.like.device) for each in instructions}
-    return len(kinds) == 1 and len({each.heads for each in instructions if isinstance(each, Attend)}) <= 1
+    """Whether these can be one program: with one dtype, one device, and attention with heads of one size, at one place
+    of its context, each with pages of its own, since it reads them before the instruction before it has ended."""
+    attends = [each for each in instructions if isinstance(each, Attend)]
+    kinds = {(each.like.dtype, each.like.device) for each in instructions}
+    pages = {each.kv_pages.data_ptr() for each in attends}
+    heads = {(each.heads, tuple(x.data_ptr() for x in each.where)) for each in attends}
+    return len(kinds) == 1 and len(heads) <= 1 and len(pages) == len(attends)
 
 
 class Tables:
@@ -117,7 +121,7 @@ TABLES: ContextVar[Tables | None] = ContextVar("weft.tables", default=None)
 
 def place_table(instructions: Sequence[Instruction], counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A program's table `[n, FIELDS]` int64, and `[counters]` int32 zeros, which the program leaves as zeros."""
-    rows = torch.tensor([row_of(each) for each in instructions], dtype=torch.int64)
+    rows = torch.tensor(rows_of(instructions), dtype=torch.int64)
     tables = TABLES.get()
     if tables is None or not torch.cuda.is_current_stream_capturing():
         return rows.to(device), torch.zeros(counters, dtype=torch.int32, device=device)

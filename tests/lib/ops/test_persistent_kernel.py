@@ -2,14 +2,15 @@
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from interpreting import interpret
 from persistent_cases import CASES, Case, make_program, results
 from torch import Tensor
 
-from weft.ops.persistent.instructions import FIELDS, row_of
-from weft.ops.persistent.program import RUN, Tables, instructions_of, operands_of
+from weft.ops.persistent.instructions import FIELDS, Attend, rows_of
+from weft.ops.persistent.program import RUN, Tables, instructions_of, is_one, operands_of
 
 _INTERPRETED = """
 import sys, torch
@@ -67,10 +68,22 @@ def test_a_program_is_the_same_from_its_text() -> None:
     program = make_program(CASES[2], torch.float32)
     given = operands_of(program)
     again = instructions_of(given.reads, given.writes, given.text)
-    assert [*map(row_of, again)] == [*map(row_of, program)]
+    assert rows_of(again) == rows_of(program)
     assert {x.data_ptr() for x in given.writes} == {
         x.data_ptr() for each in program for name in each.written if (x := getattr(each, name)) is not None
     }
+
+
+def test_attention_of_one_program_is_at_one_place_and_has_pages_of_its_own() -> None:
+    """It reads keys before the instruction before it has ended; and where they are only once."""
+    first, second = (make_program(CASES[1], torch.float32)[1] for _ in range(2))
+    assert isinstance(first, Attend)
+    assert isinstance(second, Attend)
+    assert is_one([first, attrs.evolve(first, kv_pages=second.kv_pages)])
+    assert not is_one([first, first])
+    for name in ("cos", "sin", "slot_mapping", "block_table", "query_start_loc", "seq_lens"):
+        other = attrs.evolve(first, kv_pages=second.kv_pages, **{name: getattr(second, name)})
+        assert not is_one([first, other])
 
 
 def test_the_operator_runs_the_references_on_a_cpu() -> None:

@@ -83,18 +83,13 @@ def agrees(fn: Callable[..., Any], *args: Any) -> None:
 
 
 def test_a_run_of_operators_is_one_program(programs: Programs) -> None:
-    agrees(blocks, weights(2, 64))
+    agrees(blocks, weights(1, 64))
     assert programs[-1] == ["Linear+norm+gate", "Linear"] * 4
 
 
-def test_many_tokens_run_as_they_are(programs: Programs) -> None:
-    agrees(blocks, weights(17, 64))
+def test_more_tokens_run_as_they_are(programs: Programs) -> None:
+    agrees(blocks, weights(2, 64))
     assert programs == []
-
-
-def test_tokens_that_are_not_few_are_normalised_once(programs: Programs) -> None:
-    agrees(blocks, weights(5, 64))
-    assert programs[-1] == ["Norm", "Linear+gate", "Linear"] * 4
 
 
 def test_any_other_operator_divides_programs(programs: Programs) -> None:
@@ -269,7 +264,7 @@ def test_attention_is_an_instruction_with_its_rotation(
     graph = weft.graphify(step, backend="persistent", donate_argnames="pages")
     pages, other = weights(2, 2, 8, 2, 16, seed=5), weights(2, 2, 8, 2, 16, seed=5)
     for seed in range(3):
-        x, cos = weights(2, 64, seed=seed), weights(2, 8, seed=seed)
+        x, cos = weights(1, 64, seed=seed), weights(1, 8, seed=seed)
         pages, found = graph(pages, x, cos)
         other, wanted = step(other, x, cos)
         assert torch.equal(found, wanted)
@@ -282,7 +277,7 @@ def test_attention_at_which_the_graph_is_split_is_no_instruction(programs: Progr
         out, pages = attend(x, pages, cos)
         return pages, out
 
-    given = weights(2, 2, 8, 2, 16, seed=5), weights(2, 64), weights(2, 8)
+    given = weights(2, 2, 8, 2, 16, seed=5), weights(1, 64), weights(1, 8)
     wanted = step(given[0].clone(), *given[1:])
     split = {"split_at": "weft::paged_attention", "donate_argnames": "pages"}
     found = weft.graphify(step, backend="persistent", **split)(*given)
