@@ -10,7 +10,7 @@ from typing import Any
 from weft.proofs.pictures import modes, roofline, tiles
 from weft.proofs.predictions import predicted_rows
 from weft.proofs.records import read, served, span, speeds
-from weft.proofs.roofline import roofline_rows
+from weft.proofs.roofline import MODELS, roofline_rows
 
 PAGE = Path(__file__).parent / "pages" / "measured.md"
 PICTURES = (modes, roofline, tiles)
@@ -25,7 +25,8 @@ Two pictures and a table, made from the records in `proofs/results/` by
   CPU takes longer to prepare a step of a small model than the GPU takes to run it.
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
-  of the runs. All requests arrive at once.
+  of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU,
+  and made their passes in turn.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 
@@ -94,13 +95,37 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
             yield record.row(what, f"{span(speeds(rows), '{:,.0f}')} tokens/s, {times} ms a token", against, machine)
 
 
+def peer_rows() -> Iterator[tuple[str, ...]]:
+    """Both engines alive on one GPU, pass by pass in turn."""
+    record = read("h200-vllm")
+    for run in record.data["runs"]:
+        for row in run["table"] if len(run["engines_alive"]) > 1 else ():
+            count, lengths = row["num_requests"], f"{row['input_len']} in, {row['output_len']} out"
+            what = (
+                f"{MODELS.get(run['preset'], run['preset'])}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
+            )
+            ours, theirs = (span((row[one]["min"], row[one]["max"]), "{:,.0f}") for one in ("weft", "vllm"))
+            unit = "tokens/s, prompts included" if row["unit"] == _TOTAL else "tokens/s"
+            peer = f"vLLM {record.data['peer']['version']}: {theirs}; {row['ratio']:.2f} times, by medians"
+            yield record.row(what, f"{ours} {unit}", peer, "1 GPU")
+    record = read("h200-persistent")
+    found = defaultdict(list)
+    for row in record.data["serving"]:
+        found[row["backend"]].append(row["output_tokens_per_s"])
+    what = 'Qwen3-0.6B, bfloat16: 1 request, 2 in, 512 out, `full_decode_only`, `backend="persistent"`'
+    one, other = (f"{span(found[name], '{:,.0f}')} tokens/s" for name in ("persistent", "cuda"))
+    yield record.row(what, one, f'`backend="cuda"` right after it: {other}', "1 GPU")
+
+
 def equality_rows() -> Iterator[tuple[str, ...]]:
     """Rows that count the greedy completions equal to those of eager steps."""
-    for model, name, machine, _ in (*SERVED, ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")):
+    ends = ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")
+    checks = ((MODELS[preset], f"h200-check-{preset}", "1 GPU", "") for preset in ("qwen3-0.6b", "llama-3.2-1b"))
+    for model, name, machine, _ in (*SERVED, ends, *checks):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):
-            ends = ", their ends included" if name.endswith("ends") else ""
-            what = f"{model}: greedy completions of 128 tokens after {row['input_len']}, `{row['mode']}`{ends}"
+            more = ", their ends included" if name.endswith("ends") else ""
+            what = f"{model}: greedy completions of 128 tokens after {row['input_len']}, `{row['mode']}`{more}"
             figure = f"{row['equal']} of {row['prompts']} equal; {row['same']:,} of {row['tokens']:,} tokens"
             yield record.row(what, figure, f"`{row['against']}` in the same run", machine)
 
@@ -346,7 +371,7 @@ def client_rows() -> Iterator[tuple[str, ...]]:
 
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
-    served = serving_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows, roofline_rows
+    served = serving_rows, peer_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows, roofline_rows
     kernels = kernel_rows, tiles.tile_rows, attention_rows, call_rows
     several = pipeline_rows, shared_rows, predicted_rows
     for rows in (*served, start_rows, *kernels, *several, http_rows, client_rows):

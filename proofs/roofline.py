@@ -111,7 +111,8 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
     for run in (*data.get("runs", ()), *data.get("earlier", ())):
         if run.get("stages") == 1:
             for row in run["rows"]:
-                if row["workload"] == "decode":
+                is_weft = row.get("engine", "weft") == "weft" and not row.get("first")
+                if row["workload"] == "decode" and is_weft and row.get("output_len", _LENGTHS[1]) == _LENGTHS[1]:
                     yield run["preset"], run.get("environment") or data["environment"], row
 
 
