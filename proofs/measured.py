@@ -20,7 +20,8 @@ _TITLE = """# Measured
 Two pictures and a table, made from the records in `proofs/results/` by
 `python -m weft.proofs.measured`; tests compare them.
 
-- **build**: when the run began (UTC). Records do not name weft's commit. Figures of different builds do not compare.
+- **build**: when the run began (UTC). Most records do not name weft's commit. Figures of different builds do not
+  compare.
 - **machine**: GPUs are NVIDIA H200, if no other is named, with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the
   CPU takes longer to prepare a step of a small model than the GPU takes to run it.
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
@@ -96,7 +97,7 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
-    """Both engines alive on one GPU, pass by pass in turn."""
+    """vLLM and weft alive on one GPU, pass by pass in turn; and the back end of one kernel, against separate ones."""
     record = read("h200-vllm")
     for run in record.data["runs"]:
         for row in run["table"] if len(run["engines_alive"]) > 1 else ():
@@ -114,7 +115,12 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
         found[row["backend"]].append(row["output_tokens_per_s"])
     what = 'Qwen3-0.6B, bfloat16: 1 request, 2 in, 512 out, `full_decode_only`, `backend="persistent"`'
     one, other = (f"{span(found[name], '{:,.0f}')} tokens/s" for name in ("persistent", "cuda"))
-    yield record.row(what, one, f'`backend="cuda"` right after it: {other}', "1 GPU")
+    yield record.row(what, one, f'`backend="cuda"` on the same GPU: {other}', "1 GPU")
+    for preset in ("qwen3-0.6b", "llama-3.2-1b"):
+        own, separate = (row for row in record.data["steps"] if row["preset"] == preset)
+        what = f'{MODELS[preset]}: a decode step of 1 request, context 256, `backend="persistent"`'
+        against = f'{separate["ms"]:.2f} ms and {separate["launches"]} launches: `backend="cuda"` on the same GPU'
+        yield record.row(what, f"{own['ms']:.2f} ms, {own['launches']} launches", against, "1 GPU")
 
 
 def equality_rows() -> Iterator[tuple[str, ...]]:

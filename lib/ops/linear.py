@@ -11,7 +11,7 @@ from weft.ops.register import operator
 from weft.ops.tiles.linear import linear_parts
 from weft.ops.tiles.tile import leaf_columns
 
-_BLOCK_TOKENS = 16
+_BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 256
 
 
 def _empty_product(
@@ -66,7 +66,8 @@ def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
     """`x @ weight.T + bias` in torch's own product. Batch invariant, it is made 16 tokens at a time, in new memory, so
-    that neither the number of tokens nor their alignment chooses its order of sums."""
+    that neither the number of tokens nor their alignment chooses its order of sums; and in float32 256 columns at a
+    time, since longer sums are cut on some CPUs as the number of rows and of threads has it."""
     if not batch_invariant:
         return F.linear(x, weight, bias)
     rows, missing = len(weight), -len(x) % _BLOCK_TOKENS
@@ -74,7 +75,16 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bo
         weight = F.pad(weight, (0, 0, 0, _BLOCK_TOKENS - rows))
         bias = None if bias is None else F.pad(bias, (0, _BLOCK_TOKENS - rows))
     blocks = F.pad(x, (0, 0, 0, missing)).split(_BLOCK_TOKENS) if len(x) else (x,)
-    return torch.cat([F.linear(block.clone(), weight, bias) for block in blocks])[: len(x), :rows].contiguous()
+    return torch.cat([_multiply_block(block, weight, bias) for block in blocks])[: len(x), :rows].contiguous()
+
+
+def _multiply_block(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    share = _BLOCK_COLUMNS if x.dtype == torch.float32 else max(x.shape[1], 1)
+    (first, *others) = zip(x.split(share, 1), weight.split(share, 1), strict=True)
+    total = F.linear(first[0].clone(), first[1], bias)
+    for own, columns in others:
+        total = total + F.linear(own.clone(), columns)
+    return total
 
 
 def fp8_linear(

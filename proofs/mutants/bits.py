@@ -53,22 +53,32 @@ def _split_by_the_table(
 ) -> None:
     """A context of more than one block is split where half of the longest one that the table could hold ends."""
     _ATTEND(q, kv_pages, pages, span, scale, window, out, block)
-    page_size, group = kv_pages.shape[2], q.shape[1] // kv_pages.shape[3]
-    half = max(len(pages) * page_size // 2, _BLOCK)
+    half = max(len(pages) * kv_pages.shape[2] // 2, _BLOCK)
     for token in range(span.start, span.end):
-        length = span.past + token + 1 - span.start
-        if length <= half or 0 < window < length:
-            continue
-        history = kv_pages[:, pages[: -(-length // page_size)]].flatten(1, 2)[:, :length].float()
-        keys, values = history.repeat_interleave(group, 2).transpose(1, 2)
-        weights = ((q[token][:, None].float() * scale) @ keys.transpose(1, 2)).softmax(-1)
-        mixed = weights[:, :, :half] @ values[:, :half] + weights[:, :, half:] @ values[:, half:]
-        out[token] = mixed[:, 0].to(out.dtype)
+        if (length := span.past + token + 1 - span.start) > half and not 0 < window < length:
+            _in_two(q, kv_pages, pages, token, length, half, scale, out)
 
 
-def _queries_of_long_steps(*args: Any) -> None:
-    """The queries of a step of more than 64 tokens are one product."""
-    _ATTEND(*args[:-1], 256 if len(args[0]) > 64 else args[-1])
+def _in_two(
+    q: Tensor, kv_pages: Tensor, pages: Tensor, token: int, length: int, half: int, scale: float, out: Tensor
+) -> None:
+    """A token's attention to its context, whose first positions and others are added up by themselves."""
+    page_size, group = kv_pages.shape[2], q.shape[1] // kv_pages.shape[3]
+    history = kv_pages[:, pages[: -(-length // page_size)]].flatten(1, 2)[:, :length].float()
+    keys, values = history.repeat_interleave(group, 2).transpose(1, 2)
+    weights = ((q[token][:, None].float() * scale) @ keys.transpose(1, 2)).softmax(-1)
+    mixed = weights[:, :, :half] @ values[:, :half] + weights[:, :, half:] @ values[:, half:]
+    out[token] = mixed[:, 0].to(out.dtype)
+
+
+def _halves_in_long_steps(
+    q: Tensor, kv_pages: Tensor, pages: Tensor, span: Any, scale: float, window: int, out: Tensor, block: int
+) -> None:
+    """In a step of more than 64 tokens each adds up its context in halves."""
+    _ATTEND(q, kv_pages, pages, span, scale, window, out, block)
+    for token in range(span.start, span.end) if len(q) > 64 else ():
+        if (length := span.past + token + 1 - span.start) > 1 and not 0 < window < length:
+            _in_two(q, kv_pages, pages, token, length, length // 2, scale, out)
 
 
 def _by_the_rank(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
@@ -145,9 +155,9 @@ BITS = (
         replace("weft.ops.attention.paged", "_attend", _split_by_the_table),
     ),
     Mutant(
-        "a chunk's queries share a product in a long step",
+        "a context is added up in halves in a long step",
         _BITS,
-        replace("weft.ops.attention.paged", "_attend", _queries_of_long_steps),
+        replace("weft.ops.attention.paged", "_attend", _halves_in_long_steps),
     ),
     Mutant(
         "an adapter of rank 8 adds up in another order among others",

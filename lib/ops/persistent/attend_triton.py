@@ -12,8 +12,7 @@ from weft.ops.persistent.shared_triton import eights, load_words, masked, number
 
 @triton.jit
 def place(
-    program, splits, seq_lens, query_start_loc, slots, block_table, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    program, splits, seq_lens, query_start_loc, slots, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
     """A program's share of the context, which is the same in all instructions: its number and its key head, whether the
     token has a context, the shares that are used, the positions low:high before the new one, and where the new key
@@ -32,7 +31,7 @@ def attend(
     row, arrived, ended, arrivals, scratch, shares, maxima, sums, cosines, sines, block_table, split, head, live, used,
     low, high, target, PROGRAMS: tl.constexpr, TYPE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HEAD_NORM: tl.constexpr, GROUP: tl.constexpr,
-    MADE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    MADE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The fields are those of `Attend`, in order. A program has a share of the context of one key head.
 
@@ -52,7 +51,6 @@ def attend(
     scale = tl.load(row + 12).to(tl.int32).to(tl.float32, bitcast=True)
     EACH: tl.constexpr = HEADS // KV_HEADS
     WORDS: tl.constexpr = DIM // 2
-    ROWS: tl.constexpr = min(KEYS, max(1024 // WORDS, 8))  # of keys, of which a warp has some
     key, value = _tile(pages, value_stride, block_table, head, low, high, KV_HEADS, DIM, PAGE_SIZE, KV_TYPE, ROWS, KEYS)
     made, dim = tl.arange(0, MADE)[:, None], tl.arange(0, DIM)[None, :]
     other = (dim + WORDS) % DIM  # the number that a number is rotated with

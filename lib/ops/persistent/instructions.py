@@ -36,7 +36,7 @@ class Linear:
         total: `[T, K]`, where the sum of x and the residual is written; None without a residual.
         weight: `[N, K]`.
         bias: `[N]`.
-        out: `[T, N]`; or float32 parts of it `[S, T, N]`, S of which divides K; or with `gate` `[T, N / 2]`.
+        out: `[T, N]`; or two float32 parts of it `[2, T, N]`, of K / 2 columns each; or with `gate` `[T, N / 2]`.
         gate: whether the result is `silu(left half) * right half`.
         eps: of the norm.
     """
@@ -57,10 +57,16 @@ class Linear:
     def fields(self) -> Iterator[Any]:
         """The numbers of its row, after the opcode."""
         yield from (self.x, num_parts(self.x), self.residual, self.gain, self.total)
+        assert num_parts(self.out) in (0, MOST_PARTS), f"{num_parts(self.out)} parts of a product"
         rows, columns = self.weight.shape
         words = columns // 2  # a word is two numbers
         cut = words // self.parts | self.parts << 32 | int(self.gate) << 62
         yield from (self.weight, self.bias, self.out, rows | words << 32, cut, self.eps)
+
+    @property
+    def early(self) -> Iterator[Tensor]:
+        """What it reads before the instruction before it has ended."""
+        yield from (x for x in (self.weight, self.gain) if x is not None)
 
     @property
     def parts(self) -> int:
@@ -116,6 +122,11 @@ class Norm:
         yield self.eps
 
     @property
+    def early(self) -> Iterator[Tensor]:
+        """What it reads before the instruction before it has ended."""
+        yield from (x for x in (self.gain,) if x is not None)
+
+    @property
     def like(self) -> Tensor:
         """A tensor of its dtype on its device."""
         like = self.out if self.total is None else self.total
@@ -135,10 +146,10 @@ class Norm:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Attend:
-    """`weft::rotate_and_keep` and `weft::paged_attention` of one token of each request.
+    """`weft::rotate_and_keep` and `weft::paged_attention` of the token of one request.
 
-    In two points the kernel does less than these: no request reads a key that another one writes in the same step, and
-    a token that is padding has slot -1, or its key is not kept.
+    In one point the kernel does less than these: a token with slot -1, or that no request has, is padding. Its result
+    is zeros, and its key is not kept.
 
     Args:
         qkv: `[T, N]`, or float32 parts of it.
@@ -147,7 +158,7 @@ class Attend:
         slot_mapping: `[T]` int64.
         kv_pages: `[2, P, page_size, Hkv, D]`.
         block_table: `[T, max_pages]` int32.
-        query_start_loc: `[T + 1]` int32, from 0 to T.
+        query_start_loc: `[T + 1]` int32.
         seq_lens: `[T]` int32.
         out: `[T, H, D]`.
         keys, values: the columns of qkv where they begin.
@@ -184,6 +195,11 @@ class Attend:
     def like(self) -> Tensor:
         """A tensor of its dtype on its device."""
         return self.out
+
+    @property
+    def early(self) -> Iterator[Tensor]:
+        """What it reads before the instruction before it has ended."""
+        yield from (x for x in (self.q_norm, self.k_norm, *self.where) if x is not None)
 
     @property
     def where(self) -> tuple[Tensor, ...]:

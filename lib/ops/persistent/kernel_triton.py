@@ -31,20 +31,22 @@ def run_kernel(
     table, arrived, arrivals, scratch, shares, maxima, sums, cos, sin, slots, block_table, query_start_loc, seq_lens,
     first, last, splits, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_TYPE: tl.constexpr,
-    HEAD_NORM: tl.constexpr, GROUP: tl.constexpr, MADE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    HEAD_NORM: tl.constexpr, GROUP: tl.constexpr, MADE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Run the instructions first:last of a table `[n, FIELDS]` int64.
 
     Args:
         arrived: `[1]` int32, the programs that have ended an instruction, summed over instructions; 0 before and after.
         arrivals: `[KV_HEADS]` int32, the shares of a context that are there; zeros before and after.
-        scratch: `[PROGRAMS, WIDTH]` of TYPE, for what a program normalises for its own product.
-        shares, maxima, sums: `[cells, GROUP, DIM]` and `[cells, GROUP]` float32, of attention: a cell for each row of
-            keys of each program, then SPLITS of each key head.
+        scratch: `[PROGRAMS, WIDTH]` of TYPE, for what a program normalises, and its queries, new key and value.
+        shares, maxima, sums: `[cells, GROUP, DIM]` and `[cells, GROUP]` float32, of attention: ROWS cells of each
+            program, then SPLITS of each key head.
         cos, sin, slots, block_table, query_start_loc, seq_lens: of all attention.
         WIDTH: a power of two that no norm has more columns than, and no key head more numbers of queries, key, value.
-        splits: the shares of a request's context, at most SPLITS.
+        splits: the shares of the context, at most SPLITS.
         GROUP, MADE: at least HEADS / KV_HEADS, and 2 more: powers of two.
+        ROWS, KEYS: of a tile of keys: those that warps read side by side, and all.
         HEADS: 0 if there is no attention.
     """
     program = tl.program_id(0)
@@ -53,7 +55,7 @@ def run_kernel(
     )
     if HEADS > 0:
         split, head, live, used, low, high, target = place(
-            program, splits, seq_lens, query_start_loc, slots, block_table, KV_HEADS, DIM, PAGE_SIZE, KEYS
+            program, splits, seq_lens, query_start_loc, slots, KV_HEADS, DIM, KEYS
         )
         dim = tl.arange(0, DIM)
         cosines = tl.load(cos + dim % (DIM // 2)).to(tl.float32)
@@ -78,7 +80,7 @@ def run_kernel(
                 attend(
                     row, arrived, ended, arrivals, scratch + program * WIDTH, shares, maxima, sums, cosines, sines,
                     block_table, split, head, live, used, low, high, target, PROGRAMS, TYPE, HEADS, KV_HEADS, DIM,
-                    PAGE_SIZE, KV_TYPE, HEAD_NORM, GROUP, MADE, KEYS, SPLITS,
+                    PAGE_SIZE, KV_TYPE, HEAD_NORM, GROUP, MADE, ROWS, KEYS, SPLITS,
                 )  # fmt: skip
         if not INTERPRETED:
             arrive(arrived, at + 1 == last, (last - first) * PROGRAMS)

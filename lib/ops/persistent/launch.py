@@ -32,7 +32,8 @@ def run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
     width = power_of_two(max(made * heads.dim, *map(_norm_width, instructions)))
     splits = min(_SPLITS, programs // heads.kv_heads)
     scratch = like.new_empty((programs, width))
-    cells = programs * _KEYS + heads.kv_heads * _SPLITS  # of rows of keys, no more than keys
+    rows = min(_KEYS, max(2048 // heads.dim, 8))  # of keys, which warps read side by side
+    cells = programs * rows + heads.kv_heads * _SPLITS
     shares = like.new_empty((cells, power_of_two(group), heads.dim), dtype=torch.float32)
     maxima, sums = like.new_empty((2, cells, power_of_two(group)), dtype=torch.float32)
     count, kv_type = len(instructions), TRITON_DTYPES.get(heads.kv_dtype, tl.float8e4nv)
@@ -42,7 +43,7 @@ def run(reads: list[Tensor], writes: list[Tensor], text: str) -> None:
                 table, counters, counters[1:], scratch, shares, maxima, sums, *where, first, last, splits,
                 PROGRAMS=programs, WIDTH=width, TYPE=TRITON_DTYPES[like.dtype], HEADS=heads.num_heads,
                 KV_HEADS=heads.kv_heads, DIM=heads.dim, PAGE_SIZE=heads.page_size, KV_TYPE=kv_type,
-                HEAD_NORM=heads.normed, GROUP=power_of_two(group), MADE=made, KEYS=_KEYS, SPLITS=_SPLITS,
+                HEAD_NORM=heads.normed, GROUP=power_of_two(group), MADE=made, ROWS=rows, KEYS=_KEYS, SPLITS=_SPLITS,
                 num_warps=_WARPS, num_stages=_STAGES, launch_cooperative_grid=True,
             )  # fmt: skip
 

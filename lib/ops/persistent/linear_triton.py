@@ -9,7 +9,7 @@ import triton.language as tl
 from weft.ops.persistent.instructions import COLUMNS, FIELDS, ROWS
 from weft.ops.persistent.shared_triton import added, eights, load_words, masked, numbers_of, wait
 
-_COLUMNS, _FIELDS, _HALF = tl.constexpr(COLUMNS), tl.constexpr(FIELDS), tl.constexpr(ROWS // 2)
+_FIELDS, _HALF = tl.constexpr(FIELDS), tl.constexpr(ROWS // 2)
 _LANES = tl.constexpr(128)
 """Words of a row that a warp reads at once: 16 bytes of each thread, if numbers have two. A word is two numbers next to
 each other, because a register is: tiles that go from step to step take half of them."""

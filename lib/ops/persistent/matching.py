@@ -16,6 +16,9 @@ from weft.torchapi.storages import storage_uses
 
 _ALIGNED = 16
 """Bytes of an address; and columns of a product."""
+_EIGHTS = 8
+_WIDEST_HEAD, _WIDEST_GROUP = 256, 2048
+"""Numbers of a head, and of the heads that share a key head."""
 _LEAST_SHARE = 256
 """Columns of a part of a product."""
 
@@ -73,7 +76,7 @@ def _linear(
     if leaves or not multiply or x.shape[1] % _ALIGNED or not _fit(x, weight, bias) or not _is_one(x):
         return None
     columns, rows = x.shape[1], weight.shape[0]
-    fewer = MOST_PARTS * -(-rows // ROWS) <= programs  # items than programs
+    fewer = MOST_PARTS * -(-rows // ROWS) <= programs  # or as many items as programs
     if fewer and columns % (MOST_PARTS * _ALIGNED) == 0 and columns // MOST_PARTS >= _LEAST_SHARE:
         return (empty((MOST_PARTS, 1, rows), x, torch.float32),)
     return (empty((1, rows), x, x.dtype),)
@@ -109,7 +112,7 @@ def _rotate(programs: int, empty: Empty, qkv: Tensor, *given: Any) -> tuple[Tens
     if qkv.dim() not in (2, 3):
         return None
     tokens, dim = qkv.shape[-2], kv_pages.shape[-1]
-    is_power = dim >= 16 and dim & (dim - 1) == 0
+    is_power = 16 <= dim <= _WIDEST_HEAD and dim & (dim - 1) == 0
     of_dtype = [x for x in (q_norm, k_norm, sin) if x is not None]
     fits = _fit(cos, *of_dtype) and slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
     fits = fits and _has_shape(slot_mapping, tokens) and all(_has_shape(x, tokens, dim // 2) for x in (cos, sin))
@@ -124,7 +127,8 @@ def _rotate(programs: int, empty: Empty, qkv: Tensor, *given: Any) -> tuple[Tens
         or not qkv.is_contiguous()
     ):
         return None
-    if 1 < programs < kv_pages.shape[3]:  # key heads, of which each has a program or more
+    kv_heads = kv_pages.shape[3]
+    if 1 < programs < kv_heads or num_heads // kv_heads * dim > _WIDEST_GROUP:  # a key head has a program or more
         return None
     if kv_pages.dtype not in (cos.dtype, torch.float8_e4m3fn) or not kv_pages.is_contiguous():
         return None
@@ -158,7 +162,7 @@ def _is_one(x: Tensor) -> bool:
 
 
 def _aligned_rows(x: Tensor) -> bool:
-    return x.shape[-1] * x.element_size() % _ALIGNED == 0
+    return x.shape[-1] % _EIGHTS == 0  # of columns, which the kernel counts so
 
 
 def _fit(first: Tensor, *others: Tensor | None) -> bool:

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Sequence
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from weft.ops.persistent.instructions import FIELDS, Attend, Instruction, Linear, Norm, rows_of
 from weft.ops.register import define
+from weft.torchapi.private import storage_id
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Linear, Norm, Attend)}
 
@@ -66,13 +68,20 @@ def _lines(text: str) -> Any:
 
 
 def is_one(instructions: Sequence[Instruction]) -> bool:
-    """Whether these can be one program: with one dtype, one device, and attention with heads of one size, at one place
-    of its context, each with pages of its own, since it reads them before the instruction before it has ended."""
+    """Whether these can be one program: with one dtype, one device, attention with heads of one size at one place of
+    its context, and nothing that an instruction reads early written by one before it."""
     attends = [each for each in instructions if isinstance(each, Attend)]
     kinds = {(each.like.dtype, each.like.device) for each in instructions}
-    pages = {each.kv_pages.data_ptr() for each in attends}
     heads = {(each.heads, tuple(x.data_ptr() for x in each.where)) for each in attends}
-    return len(kinds) == 1 and len(heads) <= 1 and len(pages) == len(attends)
+    pages = sorted((each.kv_pages.data_ptr(), each.kv_pages.nbytes) for each in attends)
+    apart = all(start + size <= following for (start, size), (following, _) in pairwise(pages))
+    written = set[Any]()
+    for each in instructions:
+        if written & {storage_id(x) for x in each.early}:
+            return False
+        outs = (each.out,) if isinstance(each, Attend) else (each.out, each.total)
+        written |= {storage_id(x) for x in outs if x is not None}
+    return len(kinds) == 1 and len(heads) <= 1 and apart
 
 
 class Tables:
@@ -125,7 +134,7 @@ def place_table(instructions: Sequence[Instruction], counters: int, device: torc
     tables = TABLES.get()
     if tables is None or not torch.cuda.is_current_stream_capturing():
         return rows.to(device), torch.zeros(counters, dtype=torch.int32, device=device)
-    table, zeros = tables.take(rows.numel()), tables.take(-(-counters // 2))
+    table, zeros = tables.take(rows.numel()), tables.take(2 * -(-counters // 4))  # aligned to 16 bytes
     tables.fill_later(table, rows.flatten())
     return table.view(-1, FIELDS), zeros.view(torch.int32)
 

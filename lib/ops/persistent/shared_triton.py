@@ -57,12 +57,19 @@ def masked(mask, condition):
 
 
 @triton.jit
+def eights(x):
+    """A multiple of 8, as one that the compiler knows to be one. (It forgets what is said of a number that goes through
+    a loop.)"""
+    return (x >> 3) << 3
+
+
+@triton.jit
 def added(x, x_parts, residual, place, stride, mask, TYPE: tl.constexpr):
     """The sum of the parts at the address x and of the residual, if there is one, rounded to TYPE, in float32.
 
     No load waits for another, as it would in a branch.
     """
-    value = of_parts(x, x_parts, place, stride, mask, TYPE)
+    value = of_parts(x, x_parts, place, eights(stride), mask, TYPE)
     start = tl.multiple_of(residual.to(tl.pointer_type(TYPE)), 16)
     more = tl.load(start + place, mask=masked(mask, residual != 0), other=0.0)
     return (value + more.to(tl.float32)).to(TYPE).to(tl.float32)
@@ -75,15 +82,8 @@ def of_parts(x, parts, place, stride, mask, TYPE: tl.constexpr):
     start = tl.multiple_of(x.to(tl.pointer_type(tl.float32)), 16)
     total = tl.load(start + place, mask=masked(mask, parts > 0), other=0.0)
     for part in tl.static_range(1, MOST_PARTS):
-        total += tl.load(start + tl.multiple_of(part * stride, 16) + place, mask=masked(mask, part < parts), other=0.0)
+        total += tl.load(start + part * stride + place, mask=masked(mask, part < parts), other=0.0)
     return tl.where(parts == 0, whole, total.to(TYPE)).to(tl.float32)
-
-
-@triton.jit
-def eights(x):
-    """A multiple of 8, as one that the compiler knows to be one. (It forgets what is said of a number that goes through
-    a loop.)"""
-    return (x >> 3) << 3
 
 
 @triton.jit

@@ -14,7 +14,7 @@ class Case:
     """The sizes of a program.
 
     Args:
-        lengths: the context of each request; 0: padding.
+        lengths: the context of the request; 0: padding.
         parts: of the products that norms and attention take; 0: whole.
     """
 
@@ -40,6 +40,7 @@ CASES = [
     Case((0,), parts=2),
     Case((1,), hidden=1056, heads=2, kv_heads=2, parts=2, fused_norm=False, seed=3),
     Case((64,), hidden=2112, parts=2),
+    Case((1100,), heads=4, kv_heads=1, dim=128, page_size=16),
     Case((33,), dim=64, kv_dtype=torch.float8_e4m3fn),
 ]
 
@@ -85,6 +86,7 @@ def make_program(case: Case, dtype: torch.dtype, device: str = "cpu") -> list[In
     feeds: dict[str, Any] = {"x": added, "residual": total, "gain": gain, "total": second, "eps": 1e-6}
     between: list[Instruction] = [Norm(**feeds, out=normed)] if not case.fused_norm else []
     feeds = {"x": normed} if between else feeds
+    gate_bias = draw(2 * inner) if case.bias else None
     return [
         *before,
         Linear(**norm, weight=draw(width, case.hidden), bias=draw(width) if case.bias else None, out=qkv),
@@ -107,10 +109,11 @@ def make_program(case: Case, dtype: torch.dtype, device: str = "cpu") -> list[In
         ),
         Linear(x=mixed.flatten(1), weight=draw(case.hidden, columns), out=added),
         *between,
-        Linear(**feeds, weight=draw(2 * inner, case.hidden), out=gated, gate=True),
+        Linear(**feeds, weight=draw(2 * inner, case.hidden), bias=gate_bias, out=gated, gate=True),
         Linear(x=gated, weight=draw(case.hidden, inner), out=down),
         Norm(x=down, residual=second, total=third),
         Norm(x=third, gain=gain, out=empty(tokens, case.hidden), eps=1e-5),
+        Linear(x=third, weight=draw(37, case.hidden), bias=draw(37), out=empty(tokens, 37)),
     ]
 
 

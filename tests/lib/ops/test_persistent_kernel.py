@@ -17,8 +17,10 @@ import sys, torch
 from persistent_cases import make_program, results
 from weft.ops.persistent.launch import run
 from weft.ops.persistent.program import operands_of
+from weft.ops.persistent import launch
 found = []
 for case, dtype in torch.load(sys.argv[1], weights_only=False):
+    launch.processors = lambda _, count=4 + len(found) % 2: count  # an odd number leaves one without a part
     program = make_program(case, dtype)
     given = operands_of(program)
     run(list(given.reads), list(given.writes), given.text)

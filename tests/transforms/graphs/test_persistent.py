@@ -92,6 +92,27 @@ def test_more_tokens_run_as_they_are(programs: Programs) -> None:
     assert programs == []
 
 
+def test_columns_that_are_no_multiple_of_eight_run_as_they_are(programs: Programs) -> None:
+    def norms(x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = rms_norm(x, WIDE_GAIN[:100], 1e-5)
+        return x
+
+    agrees(norms, weights(1, 100))
+    assert programs == []
+
+
+def test_what_an_instruction_reads_early_is_written_by_another_program(programs: Programs) -> None:
+    def adaptive(x: Tensor) -> Tensor:
+        for _ in range(4):
+            gain = linear(linear(linear(linear(x, SQUARE), SQUARE), SQUARE), SQUARE)
+            x = rms_norm(x, gain[0], 1e-5)
+        return x
+
+    agrees(adaptive, weights(1, 64))
+    assert [len(program) for program in programs[-5:]] == [4, 5, 5, 5, 1]
+
+
 def test_any_other_operator_divides_programs(programs: Programs) -> None:
     agrees(lambda x: blocks(x, torch.tanh), weights(1, 64))
     assert programs[-2:] == [["Linear+norm+gate", "Linear"] * 2] * 2
@@ -132,9 +153,9 @@ def part_of_a_result(x: Tensor) -> Any:
 
 
 def cut_otherwise(x: Tensor) -> Any:
-    """Products take a norm's result as more tokens of fewer columns."""
+    """Products take the first half of a norm's result."""
     for _ in range(5):
-        x = linear(rms_norm(x, WIDE_GAIN, 1e-5).view(2, 64), SQUARE).view(1, 128)
+        x = linear(linear(rms_norm(x, WIDE_GAIN, 1e-5).view(2, 64)[:1], SQUARE), WIDE)
     return x
 
 
@@ -214,7 +235,7 @@ def test_a_product_that_does_not_fit_is_refused_where_it_is_called(shape: tuple[
         return four_products(y, SQUARE)
 
     with pytest.raises(CaptureError, match=r"it goes on after an error of an operator.*weft\.linear"):
-        weft.graphify(fn, backend="persistent")(weights(2, 64))
+        weft.graphify(fn, backend="persistent")(weights(1, 64))
 
 
 def test_autocast_is_that_of_the_call() -> None:
@@ -226,9 +247,9 @@ def test_autocast_is_that_of_the_call() -> None:
         return found + 1
 
     with pytest.raises(RuntimeError, match="dtype"):
-        weft.graphify(fn, backend="tape")(weights(2, 64))
+        weft.graphify(fn, backend="tape")(weights(1, 64))
     with pytest.raises(RuntimeError, match="dtype"):
-        weft.graphify(fn, backend="persistent")(weights(2, 64))
+        weft.graphify(fn, backend="persistent")(weights(1, 64))
 
 
 def test_an_operator_of_others_sees_what_was_put_off() -> None:
@@ -236,7 +257,7 @@ def test_an_operator_of_others_sees_what_was_put_off() -> None:
     others = library.Library("others", "DEF")
     others.define("double(Tensor(a) x) -> Tensor(a)")
     others.impl("double", lambda x: x.mul_(2), "CPU")
-    agrees(lambda x: torch.ops.others.double(four_products(x, SQUARE)), weights(2, 64))
+    agrees(lambda x: torch.ops.others.double(four_products(x, SQUARE)), weights(1, 64))
 
 
 def attend(x: Tensor, pages: Tensor, cos: Tensor, window: int = 0, queries: int = 1) -> tuple[Tensor, Tensor]:
@@ -323,7 +344,7 @@ def test_dropped_weights_are_not_held() -> None:
     params = {"w": weights(64, 64)}
     gc.disable()
     for _ in range(2):
-        graph(params, weights(2, 64))
+        graph(params, weights(1, 64))
     held = StorageWeakRef(params["w"].untyped_storage())
     del params
     gc.enable()
