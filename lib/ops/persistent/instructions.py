@@ -15,6 +15,9 @@ from weft.ops.norm import add_parts, rms_norm
 from weft.ops.parts import num_parts
 from weft.ops.rotary import rotate_and_keep
 
+# The class attributes of an instruction: `written` names what it writes, and `early` what it reads without waiting for
+# the instruction before it.
+
 FIELDS = 16
 """Numbers of 8 bytes in the row of an instruction."""
 ROWS = 16
@@ -43,6 +46,7 @@ class Linear:
 
     opcode: ClassVar[int] = 0
     written: ClassVar[tuple[str, ...]] = ("total", "out")
+    early: ClassVar[tuple[str, ...]] = ("weight", "gain")
 
     x: Tensor
     residual: Tensor | None = None
@@ -62,11 +66,6 @@ class Linear:
         words = columns // 2  # a word is two numbers
         cut = words // self.parts | self.parts << 32 | int(self.gate) << 62
         yield from (self.weight, self.bias, self.out, rows | words << 32, cut, self.eps)
-
-    @property
-    def early(self) -> Iterator[Tensor]:
-        """What it reads before the instruction before it has ended."""
-        yield from (x for x in (self.weight, self.gain) if x is not None)
 
     @property
     def parts(self) -> int:
@@ -108,6 +107,7 @@ class Norm:
 
     opcode: ClassVar[int] = 1
     written: ClassVar[tuple[str, ...]] = ("total", "out")
+    early: ClassVar[tuple[str, ...]] = ("gain",)
 
     x: Tensor
     residual: Tensor | None = None
@@ -120,11 +120,6 @@ class Norm:
         """The numbers of its row, after the opcode."""
         yield from (self.x, num_parts(self.x), self.residual, self.gain, self.total, self.out, self.x.shape[-1])
         yield self.eps
-
-    @property
-    def early(self) -> Iterator[Tensor]:
-        """What it reads before the instruction before it has ended."""
-        yield from (x for x in (self.gain,) if x is not None)
 
     @property
     def like(self) -> Tensor:
@@ -168,6 +163,8 @@ class Attend:
 
     opcode: ClassVar[int] = 2
     written: ClassVar[tuple[str, ...]] = ("kv_pages", "out")
+    places: ClassVar[tuple[str, ...]] = ("cos", "sin", "slot_mapping", "block_table", "query_start_loc", "seq_lens")
+    early: ClassVar[tuple[str, ...]] = ("q_norm", "k_norm", *places)
 
     qkv: Tensor
     q_norm: Tensor | None
@@ -197,14 +194,9 @@ class Attend:
         return self.out
 
     @property
-    def early(self) -> Iterator[Tensor]:
-        """What it reads before the instruction before it has ended."""
-        yield from (x for x in (self.q_norm, self.k_norm, *self.where) if x is not None)
-
-    @property
     def where(self) -> tuple[Tensor, ...]:
-        """What tells of the token's place in its context."""
-        return self.cos, self.sin, self.slot_mapping, self.block_table, self.query_start_loc, self.seq_lens
+        """The tensors from which the kernel knows the token's position and slot."""
+        return tuple(getattr(self, name) for name in self.places)
 
     @property
     def heads(self) -> "Heads":

@@ -60,24 +60,9 @@ def linear(
             a1, b1 = _weights(weight, n1, k1, apart, end, share, columns, rows, TYPE)
         turn = 1 - turn
         weight, n1, k1, stride, apart, end, share, columns, rows, ahead, w, size, cut, distance = _advance(
-            weight,
-            n1,
-            k1,
-            stride,
-            apart,
-            end,
-            share,
-            columns,
-            rows,
-            ahead,
-            w,
-            size,
-            cut,
-            distance,
-            program,
-            PROGRAMS,
-            TYPE,
-        )
+            weight, n1, k1, stride, apart, end, share, columns, rows, ahead, w, size, cut, distance, program,
+            PROGRAMS, TYPE,
+        )  # fmt: skip
         if k + _WORDS >= own_share:
             _store(
                 tl.sum(a_sum, 1), tl.sum(b_sum, 1), n, own_apart, own_end, own_rows, first, own_share < own_columns,

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
@@ -77,11 +77,14 @@ def is_one(instructions: Sequence[Instruction]) -> bool:
     apart = all(start + size <= following for (start, size), (following, _) in pairwise(pages))
     written = set[Any]()
     for each in instructions:
-        if written & {storage_id(x) for x in each.early}:
+        if written & _storages(each, each.early):
             return False
-        outs = (each.out,) if isinstance(each, Attend) else (each.out, each.total)
-        written |= {storage_id(x) for x in outs if x is not None}
+        written |= _storages(each, [name for name in each.written if name != "kv_pages"])
     return len(kinds) == 1 and len(heads) <= 1 and apart
+
+
+def _storages(instruction: Instruction, names: Iterable[str]) -> set[Any]:
+    return {storage_id(x) for name in names if (x := getattr(instruction, name)) is not None}
 
 
 class Tables:
