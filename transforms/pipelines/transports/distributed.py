@@ -238,8 +238,8 @@ class Distributed:
 
     def _confirm(self, compare: Callable[[], None]) -> None:
         self._watchdog.check()
-        self.monitor.raise_failure()
         try:
+            self.monitor.raise_failure()
             compare()
         except BaseException as error:
             self._fail(error)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from ranks import advance, scale, told
 
 from weft.batch import Batch
-from weft.errors import WeftError
+from weft.errors import RankError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
@@ -27,6 +28,7 @@ from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
+from weft.transforms.pipelines.transports.watchdog import Launch, Watchdog
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 
@@ -147,10 +149,27 @@ def run_kind(what: str, split: str) -> tuple[str, int]:
     return "no error", returned
 
 
-def run_on_a_device(differs: bool) -> list[str]:
+def run_on_a_device(differs: bool, slow_watchdog: bool = False) -> list[str]:
     """Steps on a device that the host runs ahead of. Rank 1's differing request has a layout that rank 0 knows. The
-    errors of each step, and then those of the reads."""
+    error of each step, each followed by that of the read.
+
+    Args:
+        differs: whether there is such a request.
+        slow_watchdog: a watchdog looks before the device is done, and finds the failure once its host has closed.
+    """
     streams.use_streams()
+    find, looked = Watchdog._find_failure, threading.Event()
+
+    def find_slowly(watchdog: Watchdog) -> RankError | None:
+        error = find(watchdog)
+        if error is not None:
+            watchdog._launches.append(Launch(watchdog.monitor.here, watchdog._closed.is_set))
+            looked.set()
+            watchdog._closed.wait(timeout=4)
+        return error
+
+    if slow_watchdog:
+        Watchdog._find_failure = find_slowly  # type: ignore[method-assign]
     transport = Distributed(timeout=5)
     step = pipeline([scale] * 2, advance=advance, transport=transport)
     state, said = [torch.ones(())], []
@@ -161,7 +180,10 @@ def run_on_a_device(differs: bool) -> list[str]:
             nonlocal state
             state, _ = step([torch.ones(())], state, torch.ones(3))
 
-        said += [told(run), told(transport.synchronize)]
+        said.append(told(run))
+        if slow_watchdog and differs and number == 2:
+            looked.wait(timeout=0.5)
+        said.append(told(transport.synchronize))
     return said
 
 
@@ -265,8 +287,9 @@ def test_ranks_do_not_wait_for_what_another_one_was_given(odd: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads() -> None:
-    assert launch(run_on_a_device, 2, False) == [["no error"] * 6] * 2
-    for said in launch(run_on_a_device, 2, True):
+@pytest.mark.parametrize("slow_watchdog", [False, True])
+def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads(slow_watchdog: bool) -> None:
+    assert launch(run_on_a_device, 2, False, slow_watchdog) == [["no error"] * 6] * 2
+    for said in launch(run_on_a_device, 2, True, slow_watchdog):
         assert said[:4] == ["no error"] * 4
         assert all(f"'the number: {number}'" in said[5] for number in (2, 3))  # whichever rank sees it first
