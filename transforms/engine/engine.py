@@ -24,10 +24,10 @@ from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.results import FinishedWork, PendingResults, StepResult
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
+from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, engine_classes, make_executor
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.step import Work, engine_ladder
+from weft.transforms.engine.step import Work
 from weft.transforms.engine.weights import Params, make_weights
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import mode_within
@@ -45,7 +45,7 @@ class Engine:
         pipeline: the number of stages that the layers are split into.
         tensor: the ranks that share each layer, each a process with its share (`weft.load(..., shard=...)`); those that
             share a stage are neighbours. None: as many as the model has shares.
-        graph: one of `weft.transforms.MODES`.
+        graph: one of `weft.transforms.MODES`. On a GPU a step has the same padding, and the same bits, in all of them.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
         run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
         num_logprobs: the most logprobs that a request may ask for; -1: those of all tokens.
@@ -110,7 +110,7 @@ class Engine:
         self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
         self._executor = executor(self.limits)
         self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size, self._builder.eos_ids)
-        self._counts = Counts(engine_ladder(graph, self.limits.budget, len(named), model.functions))
+        self._counts = Counts(engine_classes(model, graph, self.limits.budget, len(named)))
         self._pending: deque[PendingResults] = deque()
         self._failed, self._num_added = list[RequestOutput](), 0
         self._guard = StepGuard("engine.step()")

@@ -10,10 +10,14 @@ import attrs
 import torch
 
 from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
 from weft.errors import EngineError
+from weft.padding import pad, unpad
 from weft.transforms.engine.results import FinishedWork
 from weft.transforms.engine.step import DeviceWork, Edits, Work, apply_edits
+from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.memory import MemoryEstimate
 from weft.transforms.pipelines.microbatch import class_text
 from weft.transforms.pipelines.pipeline import Pipelined
@@ -23,6 +27,7 @@ from weft.transforms.pipelines.session import Session, Submission
 T = TypeVar("T")
 
 _MAX_CACHED_BATCHES = 16
+_MAX_DECISIONS = 4096
 
 Example = tuple[Graphified[..., Any], tuple[Any, ...]]
 """A graphified function, and arguments to capture it with."""
@@ -59,17 +64,54 @@ class Executor(Protocol):
 
 
 @attrs.frozen
+class Classes:
+    """The classes that steps run under.
+
+    Args:
+        captured: those of graphs, which pad by themselves.
+        eager: those to which other steps are padded (`eager_ladder`). A step that none of them covers is not padded.
+    """
+
+    captured: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
+    eager: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
+    _decisions: dict[BatchDescriptor, Decision[BatchDescriptor]] = attrs.field(factory=dict, init=False)
+
+    def of(self, own: BatchDescriptor) -> Decision[BatchDescriptor]:
+        """The mode that a step runs in, and the class that it is padded to."""
+        if (found := self._decisions.get(own)) is None:
+            found = dispatch(own, self.captured)
+            if found.mode == "none":
+                found = attrs.evolve(dispatch(own, self.eager), mode="none")
+            if len(self._decisions) >= _MAX_DECISIONS:
+                self._decisions.clear()
+            self._decisions[own] = found
+        return found
+
+    def pad(self, batch: Batch) -> Batch:
+        """Pad the batch of a step without a graph."""
+        found = self.of(batch.descriptor)
+        return pad(batch, found.descriptor) if found.mode == "none" and found.padding else batch
+
+    def unpad(self, out: T, own: BatchDescriptor) -> T:
+        """Cut what a step returned down to its own class."""
+        found = self.of(own)
+        return unpad(out, own) if found.mode == "none" and found.padding and out is not None else out
+
+
+@attrs.frozen
 class BatchCache(Generic[T]):
     """Puts batches on the device, and reuses what was made of an earlier decode of the same rows.
 
     Args:
         device: the device.
+        classes: that steps run under.
         make: what is made of a batch on the device.
         edited: what is made of the same batch with other edits.
         first: whether the first stage runs here.
     """
 
     device: torch.device | str
+    classes: Classes
     make: Callable[[DeviceWork], T]
     edited: Callable[[T, Edits], T]
     first: bool = True
@@ -77,13 +119,17 @@ class BatchCache(Generic[T]):
 
     def __call__(self, work: Work) -> T:
         if work.token_ids or work.masks:
-            return self.make(work.place(self.device, self.first))
+            return self.make(self._place(work))
         key = work.rows, work.query_len, work.num_active_loras
         if (found := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_CACHED_BATCHES:
                 del self._decodes[next(iter(self._decodes))]
-            found = self._decodes[key] = self.make(DeviceWork(work.place(self.device).batch, Edits()))
+            found = self._decodes[key] = self.make(attrs.evolve(self._place(work), edits=Edits()))
         return self.edited(found, work.edits) if work.edits else found
+
+    def _place(self, work: Work) -> DeviceWork:
+        placed = work.place(self.device, self.first)
+        return DeviceWork(self.classes.pad(placed.batch), placed.edits)
 
 
 def _submission(work: DeviceWork) -> Submission:
@@ -122,16 +168,23 @@ class StepExecutor:
         step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
         params, state: those tuples.
         device: the device of the batches.
+        classes: that steps run under; None: their own.
     """
 
     def __init__(
-        self, step: Callable[[Any, Any, Any], tuple[Any, Any]], params: Any, state: Any, device: torch.device | str
+        self,
+        step: Callable[[Any, Any, Any], tuple[Any, Any]],
+        params: Any,
+        state: Any,
+        device: torch.device | str,
+        classes: Classes | None = None,
     ) -> None:
         self.step = step
         self.params = params
         self.state = state
         self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
-        self._batches = BatchCache(device, lambda work: work.batch, lambda batch, _: batch)
+        self._classes = classes or Classes()
+        self._batches = BatchCache(device, self._classes, lambda work: work.batch, lambda batch, _: batch)
 
     @property
     def num_running(self) -> int:
@@ -143,7 +196,7 @@ class StepExecutor:
             state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
             with torch.no_grad():  # functions of the user's own in a stage may read tensors that require grad
                 self.state, out = self.step(self.params, state, self._batches(work))
-            finished.append((work, out))
+            finished.append((work, self._classes.unpad(out, work.descriptor)))
         return finished
 
     def flush(self) -> Sequence[FinishedWork]:
@@ -167,6 +220,7 @@ class PipelineExecutor:
         pipelined: a pipeline of stages over `DeviceWork` (`with_edits`), with `advance_work`.
         params, state: one entry for each stage that runs here.
         device: the device of the batches.
+        classes: that steps run under; None: their own.
         graphs: the graphified stages that run here, each with an example of what the stage before sends it.
     """
 
@@ -176,6 +230,7 @@ class PipelineExecutor:
         params: Any,
         state: Any,
         device: torch.device | str = "cpu",
+        classes: Classes | None = None,
         graphs: Sequence[tuple[Graphified[..., Any], Any]] = (),
     ) -> None:
         self.pipelined = pipelined
@@ -183,7 +238,8 @@ class PipelineExecutor:
         self.state = state
         self.graphs = tuple(graph for graph, _ in graphs)
         self._inputs = tuple(x for _, x in graphs)
-        self._batches = BatchCache(device, _submission, _with_edits, pipelined.runs_first)
+        self._classes = classes or Classes()
+        self._batches = BatchCache(device, self._classes, _submission, _with_edits, pipelined.runs_first)
         self._session: Session | None = None
         self._first_job = 0
         self._running: deque[Work] = deque()
@@ -217,7 +273,10 @@ class PipelineExecutor:
         return None if work.after is None or work.after < self._first_job else work.after - self._first_job
 
     def _finished(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[FinishedWork]:
-        return [(self._running.popleft(), out) for _, out in outputs]
+        works = [self._running.popleft() for _ in outputs]
+        return [
+            (work, self._classes.unpad(out, work.descriptor)) for work, (_, out) in zip(works, outputs, strict=True)
+        ]
 
     def placed(self) -> AbstractContextManager[None]:
         return self.pipelined.placed()

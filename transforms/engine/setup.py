@@ -22,11 +22,13 @@ from weft.stages.model import Model
 from weft.stages.params import num_bytes
 from weft.stages.slots import stage_params
 from weft.state import State, admit, advance
-from weft.transforms.engine.executor import Executor, PipelineExecutor, StepExecutor
+from weft.transforms.engine.executor import Classes, Executor, PipelineExecutor, StepExecutor
 from weft.transforms.engine.options import RULES, ResolvedLimits, empty_pages, stage_rule
+from weft.transforms.engine.requests import Budget
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.step import (
     advance_work,
+    eager_ladder,
     engine_ladder,
     graph_step,
     is_advanced,
@@ -120,6 +122,12 @@ def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State
     return attrs.evolve(state, beside=pages)
 
 
+def engine_classes(model: Model, graph: str, budget: Budget, num_adapters: int) -> Classes:
+    """The classes that an engine's steps run under, in a graph mode."""
+    captured = engine_ladder(graph, budget, num_adapters, model.functions)
+    return Classes(captured, eager_ladder(budget, num_adapters, model.functions, torch.device(model.device)))
+
+
 def make_executor(
     weights: Weights,
     limits: ResolvedLimits,
@@ -137,7 +145,8 @@ def make_executor(
         keep_logits: whether outputs hold logits.
     """
     model, speculation = weights.model, limits.speculation
-    ladder = engine_ladder(graph, limits.budget, len(weights.slots), model.functions)
+    classes = engine_classes(model, graph, limits.budget, len(weights.slots))
+    ladder = classes.captured
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
@@ -149,14 +158,15 @@ def make_executor(
         params = ((params[0], weights.drafts), *params[1:]) if layouts[0].first else params
     params = tree_map(_detached, params)
     if split.num_stages == split.num_shards == 1:
-        return StepExecutor(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
+        whole = graph_step(compose(stages, advance=advance), ladder, backend)
+        return StepExecutor(whole, params, state, model.device, classes)
     x = _example(model, drafts)
     alone = split.num_stages == 1
     spanned = [graph_step(with_advance(stage) if alone else stage, ladder, backend) for stage in stages]
     own: dict[str, Any] = {"transport": split.transport, "mesh": split.mesh, "schema": Schema.of(x)}
     step = pipeline([with_edits(s) for s in spanned], advance=is_advanced if alone else advance_work, **own)
     graphs = [(spanned[stage], x if stage else None) for stage in split.here] if len(ladder) else []
-    return PipelineExecutor(step, params, state, model.device, graphs)
+    return PipelineExecutor(step, params, state, model.device, classes, graphs)
 
 
 def _detached(leaf: Any) -> Any:

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from weft.descriptor import BatchDescriptor
+from weft.transforms.engine.executor import Classes
 from weft.transforms.engine.requests import HostState
 from weft.transforms.engine.results import StepResult
 from weft.transforms.engine.step import Work
-from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphified import Graphified
-from weft.transforms.graphs.ladder import Ladder
 
 
 @attrs.frozen
@@ -70,38 +68,31 @@ class Counts:
     """The counters behind `Stats`.
 
     Args:
-        ladder: the one that steps are dispatched by.
+        classes: that steps run under.
     """
 
-    ladder: Ladder[BatchDescriptor]
+    classes: Classes
     tokens: int = 0
     padding: int = 0
     drafted: int = 0
     accepted: int = 0
     steps: Counter[str] = attrs.field(factory=Counter)
     modes: Counter[str] = attrs.field(factory=Counter)
-    _dispatched: dict[BatchDescriptor, tuple[str, int]] = attrs.field(factory=dict)
 
     def add(self, work: Work) -> None:
         """Count a launched step."""
         own = work.descriptor
-        mode, size = self._dispatched.get(own) or self._dispatch(own)
+        decision = self.classes.of(own)
         self.steps[work.kind] += 1
-        self.modes[mode] += 1
+        self.modes[decision.mode] += 1
         self.tokens += own.num_tokens
-        self.padding += size - own.num_tokens
+        self.padding += decision.descriptor.num_tokens - own.num_tokens
 
     def read(self, result: StepResult) -> None:
         """Count a step's result."""
         if result.num_drafts:
             self.drafted += result.num_drafts
             self.accepted += sum(len(ids) - 1 for ids in result.token_ids if ids)
-
-    def _dispatch(self, own: BatchDescriptor) -> tuple[str, int]:
-        decision = dispatch(own, self.ladder)
-        size = own.num_tokens if decision.descriptor is None else decision.descriptor.num_tokens
-        self._dispatched[own] = decision.mode, size
-        return decision.mode, size
 
     def stats(self, host: HostState, ended: Mapping[str, int], graphs: Sequence[Graphified[..., object]]) -> Stats:
         """A snapshot, with what the host and the graphs hold, and the completions that have ended, by reason."""

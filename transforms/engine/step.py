@@ -369,6 +369,14 @@ def engine_ladder(graph: str, budget: Budget, num_adapters: int, functions: Stag
     return model_ladder(graph, Limits(size, most, budget.query_lens, loras), functions)
 
 
+def eager_ladder(
+    budget: Budget, num_adapters: int, functions: StageFunctions, device: torch.device
+) -> Ladder[BatchDescriptor]:
+    """The classes to which a cohort's steps without a graph are padded. On a GPU they are those of graphs, so that each
+    operator has the shapes that it has there: a kernel is chosen by them, and with it the order of its sums."""
+    return engine_ladder("piecewise", budget, num_adapters, functions) if device.type == "cuda" else Ladder()
+
+
 def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:
     """The classes that a model with these functions may capture. Where its attention runs inside of a graph, there is
     no operator to cut at, and the graph is whole."""

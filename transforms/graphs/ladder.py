@@ -237,7 +237,7 @@ def make_ladder(
     """The classes that `mode` may capture under `limits`.
 
     Whole graphs have uniform classes `R x q` for every query length q, up to R = `max_num_reqs` requests. Mode `full`
-    adds ragged classes of up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
+    adds ragged classes for up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
 
     Pieces have ragged classes of up to `max_num_tokens` tokens, each with as many requests as it can hold, so that
     there is one class per number of tokens. Where there are no whole graphs for them, pieces have the uniform classes
@@ -330,9 +330,12 @@ def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescripto
 
 
 def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
+    """The ragged classes for batches of up to `most` tokens: the same ones, whatever that is."""
+    rungs = token_rungs(limits.max_num_tokens) if sizes is None else sizes
+    most = next(t for t in rungs if t >= most) if sizes is None else most
     return [
         BatchDescriptor(t, min(t, limits.max_num_reqs), None, loras)
-        for t in (token_rungs(most) if sizes is None else sizes)
+        for t in rungs
         for loras in limits.active_loras
         if t <= most
     ]

@@ -4,7 +4,7 @@ import attrs
 import torch
 
 from weft.proofs.checks.difference import assert_equal
-from weft.transforms.engine.executor import BatchCache, _submission, _with_edits
+from weft.transforms.engine.executor import BatchCache, Classes, _submission, _with_edits
 from weft.transforms.engine.step import Edits, Growth, Work
 from weft.transforms.pipelines.session import Submission
 
@@ -21,13 +21,13 @@ def assert_same(one: Submission, other: Submission) -> None:
 
 
 def test_a_submission_is_what_a_session_would_make() -> None:
-    cache = BatchCache(torch.device("cpu"), _submission, _with_edits)
+    cache = BatchCache(torch.device("cpu"), Classes(), _submission, _with_edits)
     for work in (DECODE, GROWS, DECODE, PROMPT):
         assert_same(cache(work), Submission.of(work.place("cpu")))
 
 
 def test_a_decode_of_the_same_rows_has_the_same_tensors() -> None:
-    cache = BatchCache(torch.device("cpu"), _submission, _with_edits)
+    cache = BatchCache(torch.device("cpu"), Classes(), _submission, _with_edits)
     first, grown, again = cache(DECODE), cache(GROWS), cache(DECODE)
     assert first is again
     assert grown.batch.batch is first.batch.batch

@@ -156,7 +156,18 @@ def test_full_takes_every_mixed_batch_up_to_its_tokens(limits: Limits) -> None:
     for tokens in range(1, most + 1):
         for reqs in {1, min(tokens, limits.max_num_reqs)}:
             assert dispatch(B(tokens, reqs), ladder).mode == "full"
-        assert dispatch(B(most + tokens, 1), ladder).mode == "none"
+    largest = max(d.num_tokens for d in ladder if not d.is_uniform)
+    assert largest == next(rung for rung in token_rungs(limits.max_num_tokens) if rung >= most)
+    assert dispatch(B(largest + 1, 1), ladder).mode == "none"
+
+
+@given(LIMITS)
+def test_all_modes_have_classes_of_pieces(limits: Limits) -> None:
+    pieces = make_ladder("piecewise", limits).piecewise
+    for mode in MODES:
+        ladder = make_ladder(mode, limits)
+        assert {*ladder} <= {*pieces}
+        assert mode != "full_and_piecewise" or {*ladder} == {*pieces}
 
 
 @given(st.integers(1, 700))

@@ -1,0 +1,113 @@
+"""Steps without a graph run under the classes that graphs would have, so that a GPU's kernels are chosen alike."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.proofs.checks.difference import assert_equal
+from weft.sampling import SamplingParams
+from weft.stages.config import parse_config
+from weft.stages.model import Model
+from weft.stages.random_weights import PRESETS, random_model
+from weft.transforms.engine import setup, step
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.executor import Classes
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.stats import Stats
+from weft.transforms.graphs.ladder import MODES, Limits, make_ladder
+
+LADDERS = {mode: make_ladder(mode, Limits(5, 64)) for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_has_the_same_classes(mode: str) -> None:
+    classes, all_graphs = Classes(LADDERS[mode], LADDERS["piecewise"]), Classes(LADDERS["full_and_piecewise"])
+    for own in [BatchDescriptor.uniform(n) for n in range(1, 6)] + [BatchDescriptor(t, 2) for t in range(2, 70)]:
+        assert classes.of(own).descriptor == all_graphs.of(own).descriptor
+        assert (classes.of(own).mode == "none") == (own.num_tokens > 64 or not classes.captured.full) or mode != "none"
+
+
+def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
+    batch, own = Batch.ragged(rows=[2, 0], token_ids=[[5, 6], [7]]), BatchDescriptor(3, 2)
+    classes = Classes(eager=LADDERS["piecewise"])
+    padded = classes.pad(batch)
+    assert padded.descriptor == BatchDescriptor(4, 4)
+    assert padded.rows.tolist() == [2, 0, -1, -1]
+    assert_equal("a batch", classes.unpad(padded, own).rows, batch.rows)
+    assert classes.pad(padded) is padded
+    assert Classes(LADDERS["piecewise"]).pad(batch) is batch  # its graph pads it
+    assert classes.pad(large := Batch.ragged(rows=[0], token_ids=[[1] * 65])) is large
+    assert classes.unpad(None, own) is None
+
+
+def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.transforms.engine.executor._MAX_DECISIONS", 3)
+    classes = Classes(eager=LADDERS["piecewise"])
+    for tokens in range(1, 9):
+        classes.of(BatchDescriptor(tokens, 1))
+        assert len(classes._decisions) <= 3
+
+
+@pytest.fixture
+def padded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder = step.eager_ladder
+    monkeypatch.setattr(setup, "eager_ladder", lambda *given: ladder(*given[:-1], torch.device("cuda")))
+
+
+Said = dict[str, tuple[list[int], list[float], list[float]]]
+
+
+def completions(engine: Engine) -> Said:
+    """Of each request the tokens, their logprobs and those of the prompt."""
+    tracks = {output.id: output.track for output in engine}
+    return {id: (track.token_ids, track.logprobs, track.prompt_logprobs) for id, track in tracks.items()}
+
+
+def say(model: Model, graph: str, **options: Any) -> tuple[Said, Stats]:
+    """The completions of requests with prompts of 1 to 19 tokens, in steps of at most 24."""
+    limits = EngineLimits(max_num_reqs=5, max_model_len=64, max_num_tokens=24)
+    engine = Engine(model, limits, graph=graph, seed=0, num_logprobs=1, **options)
+    for index in range(7):
+        sampling = SamplingParams(temperature=0.8, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+        engine.add([3 + i % 11 for i in range(1 + 3 * index)], sampling, max_tokens=5 + index)
+    return completions(engine), engine.stats()
+
+
+@pytest.mark.usefixtures("padded_as_on_a_gpu")
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str)
+@pytest.mark.parametrize("mode", ["none", "full_decode_only"])
+def test_an_engine_says_the_same_in_the_same_classes(mode: str, options: dict[str, Any]) -> None:
+    model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
+    found, counts = say(model, mode, **options)
+    wanted, graphs = say(model, "full_and_piecewise", **options)
+    assert found == wanted
+    assert graphs.modes.get("none", 0) == 0
+    assert counts.modes["none"] > 0
+    assert 0 < counts.padding == graphs.padding
+
+
+def test_on_a_cpu_no_step_without_a_graph_is_padded() -> None:
+    model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
+    assert say(model, "none")[1].padding == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["qwen3-0.6b", "llama-3.2-1b"])
+@pytest.mark.parametrize("mode", ["full_and_piecewise", "full_decode_only"])
+def test_on_a_gpu_the_bits_of_a_model_are_those_without_graphs(preset: str, mode: str) -> None:
+    """Whole layers of models whose products torch makes in several ways, as the number of tokens has it."""
+    config = parse_config({**PRESETS[preset], "num_hidden_layers": 4}, source=preset)
+    model = random_model(config, seed=0, device="cuda")
+    said = []
+    for graph in ("none", mode):
+        limits = EngineLimits(max_num_reqs=64, max_model_len=640, max_num_tokens=2048)
+        engine = Engine(model, limits, graph=graph, seed=0, num_logprobs=1)
+        for index in range(64):
+            prompt = [(7 * index + i * i) % 1000 for i in range(500 + index % 13)]
+            sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=1)
+            engine.add(prompt, sampling, max_tokens=20 + index % 30)
+        said.append(completions(engine))
+    assert said[0] == said[1]
