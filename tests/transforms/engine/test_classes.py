@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
+from weft.ops.attention.backends import BACKENDS
 from weft.proofs.checks.difference import assert_equal
 from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
@@ -92,6 +94,13 @@ def test_an_engine_says_the_same_in_the_same_classes(mode: str, options: dict[st
 def test_on_a_cpu_no_step_without_a_graph_is_padded() -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     assert say(model, "none")[1].padding == 0
+
+
+@pytest.mark.usefixtures("padded_as_on_a_gpu")
+def test_a_model_that_runs_in_no_graph_is_not_padded() -> None:
+    model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
+    eager = model.with_stages(attend=attrs.evolve(BACKENDS["reference"], capability="none"))
+    assert say(eager, "none")[1].padding == 0
 
 
 @pytest.mark.gpu
