@@ -1,5 +1,7 @@
 """`SamplingParams`: how a request's tokens are sampled and what ends it, checked on the host."""
 
+import copy
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -118,9 +120,10 @@ class SamplingParams:
 
     def _fault(self) -> tuple[str, str] | None:
         """The first field, or the first two together, that no request can have, and what to write instead."""
-        for name, (holds, instead) in _CHECKS.items():
-            if not holds(getattr(self, name)):
-                return f"{name}={getattr(self, name)!r}", instead
+        for name, default, holds, instead in _checks():
+            value = getattr(self, name)
+            if value is not default and not holds(value):
+                return f"{name}={value!r}", instead
         if _is_none(self.temperature) and (drawn := self._only_drawn()):
             seen = f"{drawn}, which changes nothing of a greedy request, and no temperature"
             return seen, "temperature=1.0, or another at which to draw; temperature=0 to be greedy all the same"
@@ -161,7 +164,12 @@ class SamplingParams:
         """
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
-        return attrs.evolve(self, stop_token_ids=stops, seed=seed if self.seed is None else self.seed)
+        made = copy.copy(self)  # whose fields were checked
+        object.__setattr__(made, "stop_token_ids", stops)
+        object.__setattr__(made, "seed", seed if self.seed is None else self.seed)
+        if fault := made._all_barred(_MOST_TOKENS):
+            raise RequestError(repr(made), *fault)
+        return made
 
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
         """Raise RequestError for tokens that the model does not have, for more biases than a table holds, and where no
@@ -237,6 +245,13 @@ _CHECKS: dict[str, tuple[Any, str]] = {
     "n": (lambda x: is_int(x, 1, _MOST_COMPLETIONS), f"a whole number from 1 to {_MOST_COMPLETIONS}"),
 }
 """The condition on each field, and the text of the error if it does not hold."""
+
+
+@functools.cache
+def _checks() -> tuple[tuple[str, Any, Any, str], ...]:
+    """The name of each field, its default, which holds, the condition, and the text."""
+    return tuple((field.name, field.default, *_CHECKS[field.name]) for field in attrs.fields(SamplingParams))
+
 
 _DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1}
 """The arguments that change nothing of a greedy request, or only repeat it, and their defaults."""

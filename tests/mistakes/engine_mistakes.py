@@ -47,7 +47,7 @@ MISTAKES = {
     "engine: two prompts at once": Mistake(
         lambda: engine().add(["A", "B"], max_tokens=1),
         RequestError,
-        "engine.add(prompt, SamplingParams(), max_tokens=1, id='request 0')",
+        "engine.add(prompt, max_tokens=1, id='request 0')",
         "the prompt holds 'A'",
         "one prompt: a string or a list of token ids",
     ),
@@ -61,7 +61,7 @@ MISTAKES = {
     "engine: two requests of one id": Mistake(
         two_of_a_name,
         RequestError,
-        "engine.add(prompt, None, max_tokens=1, id='mine')",
+        "engine.add(prompt, max_tokens=1, id='mine')",
         "a request of that id that has not ended",
         "another id, or abort it first",
     ),
@@ -75,14 +75,14 @@ MISTAKES = {
     "engine: a chat for a prompt": Mistake(
         lambda: engine().add([{"role": "user", "content": "A"}], max_tokens=1),
         RequestError,
-        "engine.add(prompt, SamplingParams(), max_tokens=1, id='request 0')",
+        "engine.add(prompt, max_tokens=1, id='request 0')",
         "the prompt holds {'role': 'user', 'content': 'A'}",
         "model.encode_chat(messages), or weft.generate(model, [messages], chat=True)",
     ),
     "adapter: one that the engine does not have": Mistake(
         lambda: engine().add("A", max_tokens=1, adapter="sql"),
         RequestError,
-        "engine.add(prompt, SamplingParams(), max_tokens=1, id='request 0')",
+        "engine.add(prompt, max_tokens=1, id='request 0')",
         "adapter='sql'",
         "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none",
     ),

@@ -24,7 +24,7 @@ from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.results import FinishedWork, PendingResults, StepResult
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, engine_classes, make_executor
+from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.step import Work
@@ -110,7 +110,7 @@ class Engine:
         self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
         self._executor = executor(self.limits)
         self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size, self._builder.eos_ids)
-        self._counts = Counts(engine_classes(model, graph, self.limits.budget, len(named)))
+        self._counts = Counts(self._executor.classes)
         self._pending: deque[PendingResults] = deque()
         self._failed, self._num_added = list[RequestOutput](), 0
         self._guard = StepGuard("engine.step()")
@@ -169,8 +169,8 @@ class Engine:
         options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
         options |= {"extras": extras, "cache_salt": cache_salt}
         requests, mask = self._builder.build(self._num_added, name, prompt, sampling, **options)
-        call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
-        check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
+        call, ids = self._builder.call(sampling, max_tokens, name), [each.id for each in requests]
+        check_free(call, ids, self._outputs, self._host.requests)
         if self._is_distributed:
             self.transport.assert_equal("the request", f"{requests[0]}, n={len(requests)}")
         for request in requests:  # the later ones wait for the pages of their prompt

@@ -33,36 +33,6 @@ Example = tuple[Graphified[..., Any], tuple[Any, ...]]
 """A graphified function, and arguments to capture it with."""
 
 
-class Executor(Protocol):
-    """Runs work in order, without waiting for the device."""
-
-    state: Any  # one entry for each stage that runs here, once no work is running
-
-    @property
-    def graphs(self) -> Sequence[Graphified[..., Any]]:
-        """The graphified functions that run here."""
-
-    @property
-    def num_running(self) -> int:
-        """Works that were launched and have not been returned as finished."""
-
-    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
-        """Launch works; returns what is finished by now, in order. A pipeline returns works of earlier calls."""
-
-    def flush(self) -> Sequence[FinishedWork]:
-        """Finish and return all launched work."""
-
-    def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
-        """A function to call before the host reads finished work: it raises if other ranks were asked for other
-        work."""
-
-    def examples(self) -> list["Example"]:
-        """Each graphified function, and arguments to capture it with, without a trace in the states."""
-
-    def placed(self) -> AbstractContextManager[None]:
-        """The context in which they run."""
-
-
 @attrs.frozen
 class Classes:
     """The classes that steps run under.
@@ -96,6 +66,37 @@ class Classes:
         """Cut what a step returned down to its own class."""
         found = self.of(own)
         return unpad(out, own) if found.mode == "none" and found.padding and out is not None else out
+
+
+class Executor(Protocol):
+    """Runs work in order, without waiting for the device."""
+
+    state: Any  # one entry for each stage that runs here, once no work is running
+    classes: Classes
+
+    @property
+    def graphs(self) -> Sequence[Graphified[..., Any]]:
+        """The graphified functions that run here."""
+
+    @property
+    def num_running(self) -> int:
+        """Works that were launched and have not been returned as finished."""
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
+        """Launch works; returns what is finished by now, in order. A pipeline returns works of earlier calls."""
+
+    def flush(self) -> Sequence[FinishedWork]:
+        """Finish and return all launched work."""
+
+    def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
+        """A function to call before the host reads finished work: it raises if other ranks were asked for other
+        work."""
+
+    def examples(self) -> list["Example"]:
+        """Each graphified function, and arguments to capture it with, without a trace in the states."""
+
+    def placed(self) -> AbstractContextManager[None]:
+        """The context in which they run."""
 
 
 @attrs.frozen
@@ -183,8 +184,8 @@ class StepExecutor:
         self.params = params
         self.state = state
         self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
-        self._classes = classes or Classes()
-        self._batches = BatchCache(device, self._classes, lambda work: work.batch, lambda batch, _: batch)
+        self.classes = classes or Classes()
+        self._batches = BatchCache(device, self.classes, lambda work: work.batch, lambda batch, _: batch)
 
     @property
     def num_running(self) -> int:
@@ -196,7 +197,7 @@ class StepExecutor:
             state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
             with torch.no_grad():  # functions of the user's own in a stage may read tensors that require grad
                 self.state, out = self.step(self.params, state, self._batches(work))
-            finished.append((work, self._classes.unpad(out, work.descriptor)))
+            finished.append((work, self.classes.unpad(out, work.descriptor)))
         return finished
 
     def flush(self) -> Sequence[FinishedWork]:
@@ -238,8 +239,8 @@ class PipelineExecutor:
         self.state = state
         self.graphs = tuple(graph for graph, _ in graphs)
         self._inputs = tuple(x for _, x in graphs)
-        self._classes = classes or Classes()
-        self._batches = BatchCache(device, self._classes, _submission, _with_edits, pipelined.runs_first)
+        self.classes = classes or Classes()
+        self._batches = BatchCache(device, self.classes, _submission, _with_edits, pipelined.runs_first)
         self._session: Session | None = None
         self._first_job = 0
         self._running: deque[Work] = deque()
@@ -274,9 +275,7 @@ class PipelineExecutor:
 
     def _finished(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[FinishedWork]:
         works = [self._running.popleft() for _ in outputs]
-        return [
-            (work, self._classes.unpad(out, work.descriptor)) for work, (_, out) in zip(works, outputs, strict=True)
-        ]
+        return [(work, self.classes.unpad(out, work.descriptor)) for work, (_, out) in zip(works, outputs, strict=True)]
 
     def placed(self) -> AbstractContextManager[None]:
         return self.pipelined.placed()

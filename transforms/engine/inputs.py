@@ -16,6 +16,7 @@ from weft.transforms.engine.masks import Mask, blamed, without_bad_words
 from weft.transforms.engine.prompts import EmbedsPrompt, check_extras, read_content, with_token_extras
 from weft.transforms.engine.requests import Request, request_seed, sample_seeds
 
+_GREEDY = SamplingParams(temperature=0.0)
 _SALT: Rule = is_text, "a string"
 _NO_LOGPROBS: Rule = (lambda wanted: wanted is None), "SamplingParams() without prompt_logprobs: embeddings have none"
 _REQUEST_RULES: dict[str, Rule] = {
@@ -50,7 +51,8 @@ class RequestBuilder:
     eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
     _scratch: SamplingTable = attrs.field(init=False, repr=False)
     _adapter_rule: Rule = attrs.field(init=False, repr=False)
-    _written: list[SamplingParams] = attrs.field(factory=list, init=False, repr=False)  # the last that were
+    _checked: list[tuple[SamplingParams, str]] = attrs.field(factory=list, init=False, repr=False)
+    """The last parameters that were checked, and their text: most requests have equal ones."""
 
     @eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
@@ -94,13 +96,14 @@ class RequestBuilder:
         Raises:
             RequestError: it could never be served.
         """
-        given = SamplingParams(temperature=0.0) if sampling is None else sampling
-        call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
+        given, call = _GREEDY if sampling is None else sampling, self.call(sampling, max_tokens, name)
         values = {"sampling": given, "id": name, "priority": priority, "mask": mask, "max_tokens": max_tokens}
         check_values(call, _REQUEST_RULES, values)
         own_rules = {"adapter": self._adapter_rule, "cache_salt": _SALT}
         check_values(call, own_rules, {"adapter": adapter, "cache_salt": cache_salt})
-        check_sampling(call, self.model, given, self.num_logprobs)
+        is_known = self._recall(given) is not None
+        if not is_known:
+            check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if EMBEDDED in ids:
             check_values(call, {"prompt_logprobs": _NO_LOGPROBS}, {"prompt_logprobs": given.prompt_logprobs})
@@ -108,11 +111,11 @@ class RequestBuilder:
         if given.bad_words:
             params, mask = without_bad_words(call, self.model, params, mask)
         params = params.for_request(self.eos_ids, request_seed(self.seed, index))
-        if [given] != self._written or given.logit_bias:  # a dict, which the user may have changed
+        if not is_known:
             with blamed(call, "weft.SamplingParams of plain ints and floats"):
                 # The step that admits the request does this on the rank that samples, when it cannot be refused.
                 write_rows(self._scratch, [0], [params], [()], [()])
-            self._written[:] = [given]
+            self._checked[:] = [(given, repr(given))]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
         slot, content = -1 if adapter is None else self.slots[adapter], None
         if isinstance(prompt, EmbedsPrompt):
@@ -128,6 +131,17 @@ class RequestBuilder:
         seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)
         samplings = ((f"{name}[{index}]", attrs.evolve(params, seed=seed)) for index, seed in seeds)
         return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)], mask
+
+    def call(self, sampling: Any, max_tokens: Any, name: Any) -> str:
+        """The call of `Engine.add`, for errors."""
+        said = "" if sampling is None else f"{self._recall(sampling) or repr(sampling)}, "
+        return f"engine.add(prompt, {said}max_tokens={max_tokens!r}, id={name!r})"
+
+    def _recall(self, given: Any) -> str | None:
+        """The text of parameters that are known to be right; None: they are not, or hold a dict, which the user may
+        have changed."""
+        known, text = self._checked[0] if self._checked else (None, "")
+        return text if known is not None and (given is known or given == known) and not known.logit_bias else None
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:

@@ -154,3 +154,18 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
             (`weft.transforms.engine.prompts.PromptContent`).
     """
     return hashlib.blake2b(before + b"|%d|" % len(token_ids) + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """`hash_page` of each full page of these tokens, which have nothing of their own beside; a long prompt's fast way.
+
+    >>> first = hash_page(b"", [1, 2])
+    >>> hash_pages(b"", [1, 2, 3, 4, 5], 2) == [first, hash_page(first, [3, 4])]
+    True
+    """
+    ids, size, found = array("q", token_ids), page_size * array("q").itemsize, list[bytes]()
+    data, head = ids.tobytes(), b"|%d|" % page_size
+    for start in range(0, len(ids) // page_size * size, size):
+        before = hashlib.blake2b(before + head + data[start : start + size], digest_size=16).digest()
+        found.append(before)
+    return found

@@ -13,7 +13,7 @@ from weft.errors import RequestError
 from weft.ops.sampling.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
-from weft.transforms.engine.pages import Pages, hash_page
+from weft.transforms.engine.pages import Pages, hash_page, hash_pages
 from weft.transforms.engine.prompts import PromptContent, RequestExtras
 
 T = TypeVar("T")
@@ -171,7 +171,11 @@ class RequestState:
 
     def hash_pages(self, page_size: int) -> None:
         """Hash the pages that known tokens fill."""
-        for index in range(len(self.page_hashes), len(self.tokens) // page_size):
+        first, last = len(self.page_hashes), len(self.tokens) // page_size
+        if last - first > 1 and self.request.given is None:
+            before = self.page_hashes[-1] if first else salt(self.request, self.version)
+            self.page_hashes += hash_pages(before, self.tokens[first * page_size : last * page_size], page_size)
+        for index in range(len(self.page_hashes), last):
             self.page_hashes.append(self._hash_page(index, page_size))
 
     def hash_partial_page(self, page_size: int) -> bytes | None:

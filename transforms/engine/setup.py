@@ -24,7 +24,6 @@ from weft.stages.slots import stage_params
 from weft.state import State, admit, advance
 from weft.transforms.engine.executor import Classes, Executor, PipelineExecutor, StepExecutor
 from weft.transforms.engine.options import RULES, ResolvedLimits, empty_pages, stage_rule
-from weft.transforms.engine.requests import Budget
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.step import (
     advance_work,
@@ -122,12 +121,6 @@ def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State
     return attrs.evolve(state, beside=pages)
 
 
-def engine_classes(model: Model, graph: str, budget: Budget, num_adapters: int) -> Classes:
-    """The classes that an engine's steps run under, in a graph mode."""
-    captured = engine_ladder(graph, budget, num_adapters, model.functions)
-    return Classes(captured, eager_ladder(budget, num_adapters, model.functions, torch.device(model.device)))
-
-
 def make_executor(
     weights: Weights,
     limits: ResolvedLimits,
@@ -145,8 +138,9 @@ def make_executor(
         keep_logits: whether outputs hold logits.
     """
     model, speculation = weights.model, limits.speculation
-    classes = engine_classes(model, graph, limits.budget, len(weights.slots))
-    ladder = classes.captured
+    budget, num_adapters = limits.budget, len(weights.slots)
+    ladder = engine_ladder(graph, budget, num_adapters, model.functions)
+    classes = Classes(ladder, eager_ladder(budget, num_adapters, model.functions, torch.device(model.device)))
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
