@@ -141,7 +141,8 @@ class RequestBuilder:
         """The text of parameters that are known to be right; None: they are not, or hold a dict, which the user may
         have changed."""
         known, text = self._checked[0] if self._checked else (None, "")
-        return text if known is not None and (given is known or given == known) and not known.logit_bias else None
+        is_equal = given is known or (isinstance(given, SamplingParams) and given == known)
+        return text if is_equal and known is not None and not known.logit_bias else None
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import weft
 from weft.errors import RequestError
 from weft.proofs.strategies.engine.engines import small_adapters, small_model
+from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 
@@ -17,6 +19,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a number as id": ({"id": 5}, "id=5"),
     "no id": ({"id": ""}, "id=''"),
     "a dict of parameters": ({"sampling": {"temperature": 1}}, "sampling is a dict"),
+    "an array of parameters": ({"sampling": np.zeros(2)}, "sampling is a ndarray"),
     "a list of adapters": ({"adapter": ["a"]}, "adapter=['a']"),
 }
 
@@ -31,6 +34,22 @@ def test_a_request_that_is_none_is_refused_and_leaves_nothing(case: str) -> None
     assert error.value.seen == seen
     assert engine.add([3], max_tokens=1, id="other") == "other", "its name is still free"
     assert {output.id for output in engine} == {"good", "other"}
+
+
+def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first() -> None:
+    """What was checked is not checked again, unless it may have changed since."""
+    engine = Engine(small_model(), graph="none", num_logprobs=1)
+    biased = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
+    for sampling in (biased, SamplingParams(temperature=0.0, logprobs=1), SamplingParams(temperature=0.0, logprobs=1)):
+        engine.add([1], sampling, max_tokens=2)
+    for wrong in (SamplingParams(temperature=0.0, logprobs=2), SamplingParams(temperature=0.0, stop_token_ids=[99])):
+        with pytest.raises(RequestError, match="SamplingParams"):
+            engine.add([1], wrong, max_tokens=2)
+    engine.add([1], biased, max_tokens=2)
+    biased.logit_bias[99] = 1.0  # type: ignore[index]
+    with pytest.raises(RequestError, match=r"SamplingParams\(logit_bias=.*99: 1"):
+        engine.add([1], biased, max_tokens=2)
+    assert engine.num_unfinished == 4
 
 
 def test_an_id_that_is_made_is_one_that_nobody_has() -> None:
