@@ -83,7 +83,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
         enabled: False leaves an outer context.
 
     >>> import torch, weft
-    >>> from weft.ops.linear import linear
+    >>> from weft.ops.products.linear import linear
     >>> x, weight = torch.randn(5, 64), torch.randn(32, 64)
     >>> with weft.batch_invariant():
     ...     torch.equal(linear(x, weight)[:1], linear(x[:1], weight))

@@ -1,9 +1,9 @@
 """Predicted against measured decodes of models over several GPUs: `python -m weft.proofs.predictions`.
 
 For each kind of GPU, `calibrate` fits two numbers of a `Machine`, its bandwidth and the time of a kernel, to decodes on
-one GPU alone. Collectives take what an all-reduce by itself took (`bench.collectives`), and messages what a message by
-itself took (`bench.transfers`). Then `predict_decode` says the time of a token over several GPUs, without a look at
-what was measured there.
+one GPU alone. Collectives take what an all-reduce by itself took (`bench.operators.collectives`), and messages what a
+message by itself took (`bench.operators.transfers`). Then `predict_decode` says the time of a token over several GPUs,
+without a look at what was measured there.
 """
 
 import math
@@ -125,8 +125,9 @@ def decodes() -> Iterator[Decode]:
 
 
 def measured_collective() -> Callable[[Collective], float]:
-    """The seconds of a collective of 2 H100s by `peer`: those of the all-to-alls of `bench.collectives`, and for any
-    other that of an all-reduce of its bytes. Between the measured sizes, and past the largest, they lie on lines."""
+    """The seconds of a collective of 2 H100s by `peer`: those of the all-to-alls of `bench.operators.collectives`, and
+    for any other that of an all-reduce of its bytes. Between the measured sizes, and past the largest, they lie on
+    lines."""
     points = dict[bool, list[tuple[int, float]]]()
     for row in read("h100x2-collectives").data["rows"]:
         if row["way"] == "peer":

@@ -19,11 +19,11 @@ from weft.ops.attention.backends import AttentionBackend
 from weft.ops.attention.paged import paged_attention_quantized
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
-from weft.ops.fp8 import BLOCK
-from weft.ops.gate import silu_mul, silu_mul_quantized
-from weft.ops.linear import fp8_linear, linear
-from weft.ops.lora import add_lora
 from weft.ops.norm import add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
+from weft.ops.products.fp8 import BLOCK
+from weft.ops.products.gate import silu_mul, silu_mul_quantized
+from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.lora import add_lora
 from weft.ops.rotary import rotate_and_keep
 from weft.ops.transfers.collective import axis_index
 from weft.outputs import IntermediateTensors, Output
@@ -158,7 +158,7 @@ def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, qu
     """Add the last block's result, if there was one, and normalise.
 
     Args:
-        added: [num_tokens, hidden_size], or parts of it (`weft.ops.parts`).
+        added: [num_tokens, hidden_size], or parts of it (`weft.ops.products.parts`).
         hidden: [num_tokens, hidden_size].
 
     Returns:
@@ -199,7 +199,7 @@ def attention(
         tables: cosines and sines, each [num_tokens, head_dim / 2].
         x: [num_tokens, hidden_size], normalised.
         attend: in the place of `weft.stages.attend`, with its arguments and result; None: that, or what is equal to it.
-        leaves: into which the sum over heads is cut (`weft.ops.leaves`); 0: it is not.
+        leaves: into which the sum over heads is cut (`weft.ops.products.leaves`); 0: it is not.
 
     Returns:
         [num_tokens, hidden_size], or parts of it, or the leaves; and the pages, as `rotate_and_keep` returns them.
@@ -237,7 +237,7 @@ def feed_forward(
 
     Args:
         x: [num_tokens, hidden_size], normalised.
-        leaves: into which the sum over inner columns is cut (`weft.ops.leaves`); 0: it is not.
+        leaves: into which the sum over inner columns is cut (`weft.ops.products.leaves`); 0: it is not.
 
     Returns:
         [num_tokens, hidden_size], or parts of it; or the leaves, each of as many parts.

@@ -11,7 +11,7 @@ from weft.batch import Batch, ResolvedBatch
 from weft.descriptor import CAPABILITIES
 from weft.errors import ProgramError
 from weft.ops.attention.backends import AttentionBackend
-from weft.ops.fp8 import Quantized
+from weft.ops.products.fp8 import Quantized
 from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
 from weft.stages.params import DecoderParams, LayerParams
@@ -95,9 +95,9 @@ class StageFunctions:
         beside: models by name, which read the same tokens, so that `logits` has theirs.
         batch_invariant: whether all of it runs in `weft.batch_invariant()`. Whether functions of one's own in torch's
             operators are batch invariant is for `weft.proofs.check` to say.
-        reduction_leaves: into how many leaves each sum is cut that ranks may share (`weft.ops.leaves`): a power of two,
-            and batch invariant. The bits are then the same on 1 rank and on any number that divides it. 1: they are
-            those of one number of ranks.
+        reduction_leaves: into how many leaves each sum is cut that ranks may share (`weft.ops.products.leaves`): a
+            power of two, and batch invariant. The bits are then the same on 1 rank and on any number that divides it.
+            1: they are those of one number of ranks.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -21,9 +21,9 @@ from torch import Tensor
 from weft.arguments.checks import kind_of
 from weft.batch import DRAFT, Batch, ResolvedBatch, find_owners
 from weft.errors import ProgramError, RequestError
-from weft.ops.linear import linear
 from weft.ops.norm import rms_norm
-from weft.ops.parts import sum_parts
+from weft.ops.products.linear import linear
+from weft.ops.products.parts import sum_parts
 from weft.ops.sampling.sample import sample_rows, token_logprobs
 from weft.outputs import Output, PerToken
 from weft.sampling_table import SamplingTable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.ops.fp8 import BLOCK, ceil_blocks
+from weft.ops.products.fp8 import BLOCK, ceil_blocks
 from weft.stages.config import ModelConfig
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from weft.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
-from weft.ops.leaves import sum_leaves
 from weft.ops.norm import add_parts
+from weft.ops.products.leaves import sum_leaves
 from weft.ops.transfers.collective import axis_size
 from weft.stages.attention import context
 from weft.stages.config import ModelConfig
@@ -33,7 +33,7 @@ class Blocks:
     What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the first is a sum over
     heads, and the second over inner columns, or experts: with the parameters of a part of these, it is a part of the
     sum, which `ranks` complete. That holds for functions of one's own, too: of experts, a rank may have some alone.
-    With `reduction_leaves` it is cut into leaves (`weft.ops.leaves`), of which each rank has as many.
+    With `reduction_leaves` it is cut into leaves (`weft.ops.products.leaves`), of which each rank has as many.
     """
 
     norm: Callable[..., tuple[Normed, Tensor]]

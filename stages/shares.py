@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.ops.fp8 import BLOCK
+from weft.ops.products.fp8 import BLOCK
 from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size
 from weft.stages.config import ModelConfig, MoeConfig
 from weft.stages.layer_fields import Field, Part, layer_fields

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.arguments.checks import kind_of
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
-from weft.ops.parts import balanced
+from weft.ops.products.parts import balanced
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": operator.add,

@@ -8,7 +8,7 @@ import torch
 from weft.errors import DeviceError
 from weft.ops.attention import flashinfer
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
-from weft.ops.copies import how_launched, no_kernel
+from weft.ops.copying.copies import how_launched, no_kernel
 from weft.ops.register import no_triton, triton_version
 from weft.ops.tiles.experts import measured
 from weft.ops.tiles.gpus import device

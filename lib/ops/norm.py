@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from weft.ops.fp8 import ROUNDED, Quantized, empty_quantized, reference_quantize
-from weft.ops.parts import sum_parts, widened
+from weft.ops.products.fp8 import ROUNDED, Quantized, empty_quantized, reference_quantize
+from weft.ops.products.parts import sum_parts, widened
 from weft.ops.register import operator
 
 

@@ -11,10 +11,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
-from weft.ops.fp8 import ceil_blocks
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.parts import num_parts
+from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
+from weft.ops.products.fp8 import ceil_blocks
+from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import power_of_two
 
 

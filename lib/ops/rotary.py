@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weft.errors import DerivativeError, DescriptorError
 from weft.ops.attention.functional import keep, write_rows
-from weft.ops.fp8 import ROUNDED
 from weft.ops.norm import functional_rms_norm
-from weft.ops.parts import sum_parts, widened
+from weft.ops.products.fp8 import ROUNDED
+from weft.ops.products.parts import sum_parts, widened
 from weft.ops.register import operator
 from weft.torchapi.private import is_differentiated
 

@@ -8,9 +8,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, clamp_to_fp8, load_sum
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.parts import num_parts
+from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8, load_sum
+from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
 
 _HEADS = 8

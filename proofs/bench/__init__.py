@@ -1,1 +1,4 @@
-"""Benchmarks: `python -m weft.proofs.bench.NAME --out FOLDER` prints a short table last and writes JSON."""
+"""Benchmarks: `python -m weft.proofs.bench.NAME --out FOLDER` prints a short table last and writes JSON.
+
+Those of single operators are `operators.NAME`, those of the time before a first step `startup.NAME`.
+"""

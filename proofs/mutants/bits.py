@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from weft.ops.attention import paged
 from weft.ops.experts.products import run_experts
-from weft.ops.fp8 import MOST, as_kept
-from weft.ops.linear import multiply
+from weft.ops.products.fp8 import MOST, as_kept
+from weft.ops.products.linear import multiply
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.settings import batch_invariant
@@ -142,10 +142,16 @@ BITS = (
     Mutant(
         "the number of tokens chooses a product's order of sums",
         _BITS,
-        replace("weft.ops.linear", "multiply", _by_the_number_of_tokens),
+        replace("weft.ops.products.linear", "multiply", _by_the_number_of_tokens),
     ),
-    Mutant("the last block of tokens is a short one", _BITS, replace("weft.ops.linear", "multiply", _short_last_block)),
-    Mutant("a small batch splits the columns", _BITS, replace("weft.ops.linear", "multiply", _split_by_the_batch)),
+    Mutant(
+        "the last block of tokens is a short one",
+        _BITS,
+        replace("weft.ops.products.linear", "multiply", _short_last_block),
+    ),
+    Mutant(
+        "a small batch splits the columns", _BITS, replace("weft.ops.products.linear", "multiply", _split_by_the_batch)
+    ),
     Mutant(
         "a chunk's queries share a product", _BITS, replace("weft.ops.attention.paged", "_attend", _queries_at_once)
     ),
@@ -162,12 +168,12 @@ BITS = (
     Mutant(
         "an adapter of rank 8 adds up in another order among others",
         _BITS,
-        replace("weft.ops.lora", "multiply", _by_the_rank),
+        replace("weft.ops.products.lora", "multiply", _by_the_rank),
     ),
     Mutant(
         "a product in float16 depends on the number of tokens",
         _BITS,
-        replace("weft.ops.linear", "multiply", _by_the_number_of_tokens_in_float16),
+        replace("weft.ops.products.linear", "multiply", _by_the_number_of_tokens_in_float16),
     ),
     Mutant(
         "a cache in FP8 rounds by the largest value of the step",

@@ -15,9 +15,9 @@ from weft.meshes.collectives import AllGather, AllReduce, Collective, combine
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, Replicate, part_of
 from weft.ops.experts.products import run_experts
-from weft.ops.leaves import sum_leaves
-from weft.ops.linear import multiply
-from weft.ops.parts import sum_parts
+from weft.ops.products.leaves import sum_leaves
+from weft.ops.products.linear import multiply
+from weft.ops.products.parts import sum_parts
 from weft.ops.transfers.collective import all_gather, all_reduce, axis_index, axis_size
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
@@ -253,7 +253,9 @@ SHARDS = (
     Mutant("ranks are added up in sequence", _SAME_BITS, replace(_LOCAL, "combine", _ranks_in_sequence)),
     Mutant("a rank rounds its part of a sum", _SAME_BITS, _method(Blocks, "total", _rounded_before)),
     Mutant(
-        "a leaf is cut at another place", _SAME_BITS, replace("weft.ops.linear", "_multiply_leaves", _cut_elsewhere)
+        "a leaf is cut at another place",
+        _SAME_BITS,
+        replace("weft.ops.products.linear", "_multiply_leaves", _cut_elsewhere),
     ),
     Mutant("an adapter's sum is not cut", _SAME_BITS, replace("weft.stages.decoder", "adapted", _whole_adapter)),
 )

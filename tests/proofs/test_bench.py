@@ -11,15 +11,13 @@ from transformers import AutoTokenizer
 
 from weft.proofs.bench import (
     accuracy_http,
-    attention,
     changed_models,
     decode_modes,
     graphify_overhead,
     http,
-    kernels,
-    ladder_capture,
-    sampling,
 )
+from weft.proofs.bench.operators import attention, kernels, sampling
+from weft.proofs.bench.startup import ladder_capture
 from weft.proofs.http.client import Answer, _Client
 from weft.stages.random_weights import PRESETS
 

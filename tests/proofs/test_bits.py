@@ -83,7 +83,7 @@ def test_bits_over_processes_are_of_the_request(num_ranks: int, runs_nightly: bo
 def segments_by_the_tokens() -> AbstractContextManager[Any]:
     """A context in which a float32 product on CUDA adds up its columns in two segments if it has more than two tokens,
     which changes the sums of 256 columns: those of the down projections."""
-    home = "weft.ops.linear_triton"
+    home = "weft.ops.products.linear_triton"
     plain = import_module(home).run_tile
 
     def run_tile(*args: Any) -> Any:

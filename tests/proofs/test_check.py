@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 import weft
-import weft.ops.linear
+import weft.ops.products.linear
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import CheckError
@@ -284,11 +284,11 @@ def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
 
 
 def exact(params: Tensor, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-    return state, torch.relu(weft.ops.linear.linear(batch, params))
+    return state, torch.relu(weft.ops.products.linear.linear(batch, params))
 
 
 def by_the_batch(params: Tensor, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-    hidden = weft.ops.linear.linear(batch, params)
+    hidden = weft.ops.products.linear.linear(batch, params)
     return state, torch.relu(hidden @ params)
 
 

@@ -18,7 +18,7 @@ import weft
 from weft.batch import Batch
 from weft.donation import clone
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
-from weft.ops.gate import silu_mul
+from weft.ops.products.gate import silu_mul
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.config import parse_config

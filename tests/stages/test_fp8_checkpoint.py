@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 import weft
 from weft.errors import CheckpointError, ConfigError
-from weft.ops.fp8 import dequantize_weight
+from weft.ops.products.fp8 import dequantize_weight
 from weft.stages.checkpoints.formats import load_config, load_params
 from weft.stages.config import parse_config
 from weft.stages.layer_fields import layer_fields, row_starts

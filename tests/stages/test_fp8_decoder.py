@@ -10,7 +10,7 @@ from torch import Tensor, library
 from weft.batch import Batch
 from weft.errors import DescriptorError
 from weft.ops.attention.paged import paged_attention, paged_attention_quantized
-from weft.ops.fp8 import quantize
+from weft.ops.products.fp8 import quantize
 from weft.stages import decoder
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_model

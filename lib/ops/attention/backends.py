@@ -281,7 +281,7 @@ def faster_than_own(q: Tensor, kv_pages: Tensor, num_reqs: int, window: int) -> 
     Only one is: FlashInfer's FA3, in steps of more than 2,048 tokens, which have no graph, with 2,048 tokens a request
     or more on average. On an H200 it is 1.15 to 1.39 times as fast at any prompts, and its plan takes the host 0.7 to
     3.6 ms a step, which shorter prompts do not bring back. It is slower where many decodes share the step. Our kernel
-    takes 0.5 to 1.03 times as long as XQA for decodes alone (`python -m weft.proofs.bench.attention`).
+    takes 0.5 to 1.03 times as long as XQA for decodes alone (`python -m weft.proofs.bench.operators.attention`).
     """
     if not q.is_cuda or window or kv_pages.dtype != q.dtype or is_batch_invariant():
         return None

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from weft.batch import find_owners
 from weft.errors import DerivativeError
-from weft.ops.fp8 import as_kept
-from weft.ops.parts import widened
+from weft.ops.products.fp8 import as_kept
+from weft.ops.products.parts import widened
 
 
 def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor:

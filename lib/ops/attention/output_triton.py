@@ -9,8 +9,8 @@ Import this module only where triton is installed.
 import triton
 import triton.language as tl
 
-from weft.ops.blocks_triton import quantize_rows
 from weft.ops.kernel_triton import begin, kernel, release
+from weft.ops.products.blocks_triton import quantize_rows
 
 
 @triton.jit

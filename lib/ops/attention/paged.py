@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.errors import DescriptorError, DeviceError
 from weft.ops.attention.functional import attend, write_rows
-from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, empty_quantized, reference_quantize
+from weft.ops.products.fp8 import BLOCK, ROUNDED, Quantized, empty_quantized, reference_quantize
 from weft.ops.register import operator
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -138,7 +138,7 @@ def paged_attention(
 
 
 def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
-    """`weft.ops.fp8.quantize` of the result of `paged_attention`, bit for bit, without a launch of its own.
+    """`weft.ops.products.fp8.quantize` of the result of `paged_attention`, bit for bit, without a launch of its own.
 
     The operator is an overload, `weft::paged_attention.quantized`, for an output projection in FP8.
 

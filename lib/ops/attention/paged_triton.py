@@ -27,10 +27,10 @@ from torch import Tensor
 from weft.ops.attention.block_triton import attend_block
 from weft.ops.attention.launch import SEGMENT, plan_launch
 from weft.ops.attention.output_triton import combine_kernel, zero_tokens
-from weft.ops.blocks_triton import TRITON_DTYPES, clamp_to_fp8
-from weft.ops.fp8 import empty_quantized
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.norm_triton import quantize
+from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8
+from weft.ops.products.fp8 import empty_quantized
 from weft.ops.tiles.tile import power_of_two
 
 _LOG2_E = 1.4426950408889634

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
-from weft.ops.gate import functional_gated, gated
-from weft.ops.linear import multiply
-from weft.ops.parts import widened
+from weft.ops.products.fp8 import BLOCK, ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.products.gate import functional_gated, gated
+from weft.ops.products.linear import multiply
+from weft.ops.products.parts import widened
 from weft.ops.register import operator, without_derivative
 from weft.ops.tiles.tile import leaf_columns
 
@@ -43,11 +43,12 @@ def run_experts(
             float32, of weights in FP8; then I is a multiple of 128.
         first: the expert, of all, that `gate_up[0]` and `down[0]` are of.
         num_experts: all of them, from which `route` chose; None: E.
-        leaves: into which I is cut evenly on the way down (`weft.ops.leaves`), in FP8 at multiples of 128; 0: not cut.
+        leaves: into which I is cut evenly on the way down (`weft.ops.products.leaves`), in FP8 at multiples of 128; 0:
+            not cut.
 
     Returns:
-        Parts (`weft.ops.parts`) `[top_k, T, H]` of `dtype`; or `[leaves * top_k, T, H]` float32, those of a leaf one
-        after another.
+        Parts (`weft.ops.products.parts`) `[top_k, T, H]` of `dtype`; or `[leaves * top_k, T, H]` float32, those of a
+        leaf one after another.
 
     Raises:
         DescriptorError: shapes contradict each other, only one of x and the two weights is in FP8, or there are fewer

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.experts.routing_triton import Aligned
 from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.products.blocks_triton import TRITON_DTYPES
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns
 
 _LINE = 16

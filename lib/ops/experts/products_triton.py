@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, multiply, quantize_rows
 from weft.ops.experts import products_many_triton
 from weft.ops.experts.routing_triton import Aligned, align, find_expert, scan
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
+from weft.ops.products.blocks_triton import TRITON_DTYPES, multiply, quantize_rows
 from weft.ops.tiles.experts import SCAN_PAIRS, expert_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, power_of_two
 

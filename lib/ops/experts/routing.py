@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from weft.ops.parts import sum_parts, widened
+from weft.ops.products.parts import sum_parts, widened
 from weft.ops.register import operator
 
 

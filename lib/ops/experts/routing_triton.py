@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.parts import num_parts
+from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum
+from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import power_of_two
 
 _CHUNKS = {512: (512, 4), 4096: (1024, 4)}

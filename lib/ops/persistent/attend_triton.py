@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
-from weft.ops.blocks_triton import clamp_to_fp8
 from weft.ops.persistent.shared_triton import eights, load_words, masked, numbers_of, of_parts, wait
+from weft.ops.products.blocks_triton import clamp_to_fp8
 
 
 @triton.jit

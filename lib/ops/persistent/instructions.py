@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.ops.attention.paged import paged_attention
-from weft.ops.gate import silu_mul
-from weft.ops.linear import multiply
 from weft.ops.norm import add_parts, rms_norm
-from weft.ops.parts import num_parts
+from weft.ops.products.gate import silu_mul
+from weft.ops.products.linear import multiply
+from weft.ops.products.parts import num_parts
 from weft.ops.rotary import rotate_and_keep
 
 # The class attributes of an instruction: `written` names what it writes, and `early` what it reads without waiting for

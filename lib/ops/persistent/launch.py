@@ -4,11 +4,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.kernel_triton import INTERPRETED
 from weft.ops.persistent.instructions import Attend, Heads, Instruction, Linear, Norm
 from weft.ops.persistent.kernel_triton import run_kernel
 from weft.ops.persistent.program import instructions_of, place_table, processors
+from weft.ops.products.blocks_triton import TRITON_DTYPES
 from weft.ops.tiles.tile import power_of_two
 
 _KEYS = 64

@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.parts import num_parts
 from weft.ops.persistent.instructions import MOST_PARTS, ROWS, Attend, Instruction, Linear, Norm
+from weft.ops.products.parts import num_parts
 from weft.ops.register import FLOATS
 from weft.torchapi.private import storage_id
 from weft.torchapi.storages import storage_uses

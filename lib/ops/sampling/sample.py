@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import RequestError
-from weft.ops.parts import widened
+from weft.ops.products.parts import widened
 from weft.ops.register import operator
 from weft.ops.sampling.logits import FEATURES, IN_PROMPT, MOST_COUNTED, PENALTIES, SEED, TEMPERATURE, process, scale
 from weft.ops.sampling.splitmix import exponential, random_bits

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.ops.fp8 import BLOCK
+from weft.ops.products.fp8 import BLOCK
 from weft.ops.tiles.gpus import Device
 from weft.ops.tiles.tile import Tile, power_of_two
 

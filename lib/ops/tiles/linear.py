@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch.nn import functional as F
 
-from weft.ops.fp8 import BLOCK
+from weft.ops.products.fp8 import BLOCK
 from weft.ops.tiles.candidates import candidates
 from weft.ops.tiles.formula import COPY_SECONDS
 from weft.ops.tiles.gpus import MEASURED, device

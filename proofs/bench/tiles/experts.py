@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops import fp8
 from weft.ops.experts.routing import route
+from weft.ops.products import fp8
 from weft.ops.tiles.experts import SCAN_PAIRS
 from weft.ops.tiles.tile import Tile, power_of_two
 from weft.proofs.bench.graphs import LEAST_BYTES, Graphs

@@ -7,7 +7,7 @@ ranks that share each.
 from collections.abc import Iterator, Mapping, Sequence
 
 from weft.ops.tiles.tile import cdiv
-from weft.proofs.bench.sizes import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
+from weft.proofs.bench.operators.sizes import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
 
 COUNTS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
 """The numbers of tokens for the training shapes."""

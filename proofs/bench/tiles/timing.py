@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops import fp8
+from weft.ops.products import fp8
 from weft.ops.tiles.tile import Tile, cdiv
 from weft.proofs.bench.graphs import LEAST_BYTES, Graphs
 from weft.proofs.bench.tiles.weights import drawn
@@ -75,7 +75,7 @@ def kind_of(product: Product, tile: Tile) -> Kind:
 
 def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
     """Run a kernel of this kind on a small product."""
-    from weft.ops.linear_triton import _linear_kernel, run_tile
+    from weft.ops.products.linear_triton import _linear_kernel, run_tile
 
     tokens, rows, columns = kind.tile.tokens * (3 if kind.grouped else 1), 256, 1024
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def _library(choice: Choice) -> Iterator[None]:
 def _call(
     choice: Choice, x: Tensor, x_scales: Tensor | None, weight: Tensor, scale: Tensor | None
 ) -> Callable[[], Tensor]:
-    from weft.ops.linear_triton import run_tile
+    from weft.ops.products.linear_triton import run_tile
 
     if isinstance(choice, Tile):
         return partial(run_tile, x, x_scales, weight, scale, None, torch.bfloat16, choice)
@@ -198,8 +198,8 @@ def _call(
 
 
 def _consumer_calls() -> Iterator[tuple[str, int, int, int, Callable[[], Any]]]:
-    from weft.ops.gate_triton import silu_mul
     from weft.ops.norm_triton import add_norm
+    from weft.ops.products.gate_triton import silu_mul
 
     for tokens in (1, 16, 64, 128, 512):
         for parts in (0, 2, 4, 8):

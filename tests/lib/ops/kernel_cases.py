@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.fp8 import ceil_blocks, reference_quantize
+from weft.ops.products.fp8 import ceil_blocks, reference_quantize
 from weft.ops.tiles.tile import Tile
 from weft.stages.attention.rope import Rope, inverse_frequencies, rope_tables
 
@@ -58,7 +58,7 @@ def norms() -> list[Case]:
                 Case(f"add_rms_norm {name}", f"{module}add_norm", "norm:add_rms_norm", both, tolerance=near),
                 Case(f"rms_norm {name}", f"{module}norm", "norm:rms_norm", (residual, weight, 1e-5), tolerance=near),
                 Case(f"add_parts {name}", f"{module}add", "norm:add_parts", (x, residual), tolerance=near),
-                Case(f"quantize {name}", f"{module}quantize", "fp8:quantize", (residual,)),
+                Case(f"quantize {name}", f"{module}quantize", "products.fp8:quantize", (residual,)),
             ]
     return found
 
@@ -66,10 +66,10 @@ def norms() -> list[Case]:
 def gates() -> list[Case]:
     found = []
     for inner, parts in ((20, 0), (128, 2), (1152, 0)):
-        x, module = randn(*((parts,) if parts else ()), 3, 2 * inner), "weft.ops.gate_triton:"
+        x, module = randn(*((parts,) if parts else ()), 3, 2 * inner), "weft.ops.products.gate_triton:"
         for dtype, near in ((torch.float32, 2e-6), (torch.float16, 1e-4)):
             name = f"silu_mul {inner} {parts} {dtype}"
-            found.append(Case(name, f"{module}silu_mul", "gate:silu_mul", (x, dtype), tolerance=near))
+            found.append(Case(name, f"{module}silu_mul", "products.gate:silu_mul", (x, dtype), tolerance=near))
     return found
 
 
@@ -112,41 +112,42 @@ def routes() -> list[Case]:
 
 
 def linears() -> list[Case]:
-    found, kernel = [], "weft.ops.linear_triton:run_tile"
+    found, kernel = [], "weft.ops.products.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
         (1, 200, 300, Tile(64, 16, 128, 4, 2)),
         (17, 64, 512, Tile(64, 16, 128, 4, 2)),
         (70, 130, 256, Tile(128, 64, 128, 4, 2)),
     ):
         x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
-        rest, op = (*fp8_weight(rows, columns), bias, torch.float32), "linear:fp8_linear"
+        rest, op = (*fp8_weight(rows, columns), bias, torch.float32), "products.linear:fp8_linear"
         given = (*reference_quantize(x), *rest)
         found.append(Case(f"fp8_linear {tokens}", kernel, op, (*given, 0), (tile,), given=given))
-        whole = "weft.ops.linear_triton:fp8_linear"
+        whole = "weft.ops.products.linear_triton:fp8_linear"
         found.append(Case(f"fp8_linear {tokens} of plain values", whole, op, (x, None, *rest, 0)))
     return found
 
 
 def parts() -> list[Case]:
     """Products left in parts, against their references' sums."""
-    found, kernel = [], "weft.ops.linear_triton:run_tile"
+    found, kernel = [], "weft.ops.products.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
         (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
         (66, 72, 512, Tile(64, 64, 128, 4, 2, parts=4)),
     ):
         x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
         split = (x, None, weight, None, bias, torch.float32)
-        found.append(Case(f"linear {tokens}", kernel, "linear:linear", (x, weight, bias, 0), (tile,), given=split))
+        name, args = f"linear {tokens}", (x, weight, bias, 0)
+        found.append(Case(name, kernel, "products.linear:linear", args, (tile,), given=split))
         in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
         tile = attrs.evolve(tile, columns=128)
-        name, op = f"fp8_linear {tokens} parts", "linear:fp8_linear"
+        name, op = f"fp8_linear {tokens} parts", "products.linear:fp8_linear"
         found.append(Case(name, kernel, op, (*in_fp8, 0), (tile,), given=in_fp8))
     return found
 
 
 def leaves() -> list[Case]:
     """Products cut into leaves, of columns that are and are not those of a tile, and the sum of leaves."""
-    found, module = [], "weft.ops.linear_triton"
+    found, module = [], "weft.ops.products.linear_triton"
     for tokens, rows, columns, count, dtype in (
         (3, 72, 200, 1, torch.float32),
         (3, 72, 200, 4, torch.float16),
@@ -155,14 +156,16 @@ def leaves() -> list[Case]:
     ):
         x, weight, bias = randn(tokens, columns, dtype=dtype), randn(rows, columns, dtype=dtype), randn(rows)
         args = (x, weight, bias.to(dtype) if count > 1 else None, count)
-        found.append(Case(f"linear {tokens}, {count} leaves", f"{module}:linear", "linear:linear", args))
+        found.append(Case(f"linear {tokens}, {count} leaves", f"{module}:linear", "products.linear:linear", args))
         x, weights = randn(tokens, 128 * count), fp8_weight(rows, 128 * count)
         args = (*reference_quantize(x), *weights, None, torch.float32, count)
-        found.append(Case(f"fp8_linear {tokens}, {count} leaves", f"{module}:fp8_linear", "linear:fp8_linear", args))
+        name = f"fp8_linear {tokens}, {count} leaves"
+        found.append(Case(name, f"{module}:fp8_linear", "products.linear:fp8_linear", args))
         for each in (1, 3):
             kind = dtype if each == 1 else torch.float32
             given, name = (randn(count * each, tokens, rows), count, kind), f"sum_leaves {tokens}, {count} of {each}"
-            found.append(Case(name, "weft.ops.leaves_triton:sum_leaves", "leaves:sum_leaves", given, tolerance=0))
+            kernel = "weft.ops.products.leaves_triton:sum_leaves"
+            found.append(Case(name, kernel, "products.leaves:sum_leaves", given, tolerance=0))
     return found
 
 
@@ -213,7 +216,7 @@ def experts() -> list[Case]:
 def loras() -> list[Case]:
     """One, two and three products; y in parts; ranks split over steps and columns shared by programs; slots without
     tokens, and tokens without a slot."""
-    found, kernel = [], "weft.ops.lora_triton:add_lora"
+    found, kernel = [], "weft.ops.products.lora_triton:add_lora"
     for tokens, columns, starts, rank, num_slots, parts, dtype, is_cut in (
         (1, 40, (0, 24), 3, 1, 0, torch.float32, False),
         (5, 40, (0, 24, 32, 40), 8, 3, 0, torch.float32, False),
@@ -232,7 +235,8 @@ def loras() -> list[Case]:
         active = torch.cat([there, torch.full((2,), -1)]).int()
         args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts, parts * is_cut)
         near, cut = 2e-6 if dtype == torch.float32 else 1e-3, ", cut" * is_cut
-        found.append(Case(f"add_lora {tokens} {rank} {dtype}{cut}", kernel, "lora:add_lora", args, tolerance=near))
+        name = f"add_lora {tokens} {rank} {dtype}{cut}"
+        found.append(Case(name, kernel, "products.lora:add_lora", args, tolerance=near))
     return found
 
 

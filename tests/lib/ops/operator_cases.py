@@ -8,11 +8,12 @@ from persistent_cases import Case, make_program
 from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
-from weft.ops import fp8, gate, leaves, linear, lora, norm, requests, rotary
+from weft.ops import norm, requests, rotary
 from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
-from weft.ops.fp8 import reference_quantize
 from weft.ops.persistent.program import operands_of
+from weft.ops.products import fp8, gate, leaves, linear, lora
+from weft.ops.products.fp8 import reference_quantize
 from weft.ops.sampling import sample
 from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
 from weft.ops.transfers import transfer

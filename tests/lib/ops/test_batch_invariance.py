@@ -12,11 +12,11 @@ import weft
 from weft.ops.attention.paged import paged_attention
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
-from weft.ops.fp8 import quantize
-from weft.ops.gate import silu_mul
-from weft.ops.linear import fp8_linear, linear
-from weft.ops.lora import add_lora
-from weft.ops.parts import sum_parts
+from weft.ops.products.fp8 import quantize
+from weft.ops.products.gate import silu_mul
+from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.lora import add_lora
+from weft.ops.products.parts import sum_parts
 from weft.ops.sampling.sample import sample, token_logprobs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,7 +107,7 @@ def test_adapters_in_another_order_are_found(is_of_b: bool, monkeypatch: pytest.
         pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
         return sum(plain(*pair, None, batch_invariant) for pair in pairs)
 
-    module: Any = importlib.import_module("weft.ops.lora")
+    module: Any = importlib.import_module("weft.ops.products.lora")
     plain = module.multiply
     monkeypatch.setattr(module, "multiply", multiply)
     with pytest.raises(AssertionError, match="of 130 tokens"):
@@ -276,7 +276,7 @@ def test_a_compiled_function_is_compiled_once_for_any_number_of_contexts() -> No
 def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("weft.ops.linear_triton")
+    module = importlib.import_module("weft.ops.products.linear_triton")
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     bias, x = weight[:, 0].contiguous(), torch.randn(8000, shape[1], device="cuda", dtype=torch.bfloat16)
@@ -312,7 +312,7 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
 
 def test_torch_s_product_takes_no_place_under_settings_that_no_trial_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    module: Any = importlib.import_module("weft.ops.linear_triton")
+    module: Any = importlib.import_module("weft.ops.products.linear_triton")
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     memory = torch.empty(4096, dtype=torch.uint8)
     start = -memory.data_ptr() % 256

@@ -13,11 +13,11 @@ from weft.errors import DeviceError
 from weft.ops.attention.paged import paged_attention
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
-from weft.ops.fp8 import quantize
-from weft.ops.gate import silu_mul
-from weft.ops.linear import fp8_linear, linear
-from weft.ops.lora import add_lora
 from weft.ops.norm import add_rms_norm, rms_norm
+from weft.ops.products.fp8 import quantize
+from weft.ops.products.gate import silu_mul
+from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.lora import add_lora
 from weft.ops.rotary import turn_tables
 from weft.ops.sampling.sample import sample, token_logprobs
 

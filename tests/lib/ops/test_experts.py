@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.errors import DescriptorError
 from weft.ops.experts.products import _run_experts, run_experts
 from weft.ops.experts.routing import route
-from weft.ops.fp8 import Quantized, ceil_blocks, reference_quantize
+from weft.ops.products.fp8 import Quantized, ceil_blocks, reference_quantize
 from weft.ops.tiles.tile import Tile
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 9, 3, 6, 10, 7

@@ -17,8 +17,8 @@ from torch import Tensor
 from weft.errors import DeviceError
 from weft.ops import register
 from weft.ops.backends import backends
-from weft.ops.fp8 import reference_quantize
-from weft.ops.parts import sum_parts
+from weft.ops.products.fp8 import reference_quantize
+from weft.ops.products.parts import sum_parts
 
 _INTERPRETED = """
 import sys, torch
@@ -119,7 +119,7 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
     for columns, dtype in ((300, torch.float16), (1024, torch.float32)):
         x, residual, weight = randn(2, 3, columns), randn(3, columns, dtype=dtype), randn(columns, dtype=dtype)
         calls = [("norm_triton:norm", (residual, weight, 1e-5)), ("norm_triton:add_norm", (x, residual, weight, 1e-5)),
-                 ("gate_triton:silu_mul", (x, dtype))]  # fmt: skip
+                 ("products.gate_triton:silu_mul", (x, dtype))]  # fmt: skip
         for name, args in calls:
             found += [(f"weft.ops.{name}", args), (f"weft.ops.{name}_quantized", args)]
     return found
@@ -153,4 +153,4 @@ def test_a_kernel_without_triton_says_what_to_install(monkeypatch: pytest.Monkey
     (row,) = [one for one in backends("cuda") if one.op == "run_experts"]
     assert row.implementation.startswith("triton ")
     with pytest.raises(DeviceError, match=r"f\(…\) on CUDA(.|\n)*weft\[cuda\]"):
-        register.cuda_implementation("f", "weft.ops.gate_triton:silu_mul")()
+        register.cuda_implementation("f", "weft.ops.products.gate_triton:silu_mul")()

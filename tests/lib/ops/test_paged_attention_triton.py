@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.ops.attention.launch import plan_launch
 from weft.ops.attention.paged import paged_attention, paged_attention_quantized
-from weft.ops.fp8 import quantize, reference_quantize
+from weft.ops.products.fp8 import quantize, reference_quantize
 
 # The Triton kernels, interpreted on the CPU
 

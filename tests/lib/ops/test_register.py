@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.linear import linear
-from weft.ops.lora import add_lora
 from weft.ops.norm import rms_norm
+from weft.ops.products.linear import linear
+from weft.ops.products.lora import add_lora
 from weft.ops.rotary import _rotate_and_keep
 from weft.torchapi.private import overload_of
 
@@ -43,7 +43,7 @@ def test_a_call_takes_defaults_and_names_as_the_function_does() -> None:
     assert torch.equal(linear(x, weight, bias=bias), linear.reference(x, weight, bias))
     assert inspect.signature(rms_norm) == inspect.signature(rms_norm.reference)
     assert list(inspect.signature(linear).parameters) == ["x", "weight", "bias", "leaves"]
-    assert (linear.__name__, linear.__module__) == ("linear", "weft.ops.linear")
+    assert (linear.__name__, linear.__module__) == ("linear", "weft.ops.products.linear")
     with pytest.raises(TypeError, match="eps"):
         rms_norm(x, torch.ones(3))  # type: ignore[call-arg]
 

@@ -100,7 +100,7 @@ def test_demo_finds_a_bit_that_depends_on_the_batch(run: Weft, monkeypatch: pyte
     def by_the_number_of_tokens(x: Any, weight: Any, bias: Any, batch_invariant: bool) -> Any:
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr("weft.ops.linear.multiply", by_the_number_of_tokens)
+    monkeypatch.setattr("weft.ops.products.linear.multiply", by_the_number_of_tokens)
     code, out, _ = run("demo", "--device", "cpu", "--max-tokens", "4")
     assert code == 1
     shown = " ".join(out.split())

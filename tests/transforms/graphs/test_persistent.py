@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import weft
 from weft.errors import CaptureError, ProgramError
 from weft.ops.attention.paged import paged_attention
-from weft.ops.gate import silu_mul
-from weft.ops.linear import linear
 from weft.ops.norm import add_rms_norm, rms_norm
 from weft.ops.persistent import matching
+from weft.ops.products.gate import silu_mul
+from weft.ops.products.linear import linear
 from weft.ops.rotary import rotate_and_keep
 from weft.sampling import SamplingParams
 from weft.stages.config import parse_config

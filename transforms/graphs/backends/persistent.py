@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.parts import sum_parts
 from weft.ops.persistent.instructions import FIELDS, Instruction
 from weft.ops.persistent.matching import Call, Matched, match, results_of
 from weft.ops.persistent.program import RUN, TABLES, Tables, is_one, operands_of, processors
+from weft.ops.products.parts import sum_parts
 from weft.torchapi.private import BelowAutograd, is_composite
 from weft.torchapi.watching import OperatorWatch, unwatched
 from weft.transforms.graphs.backends.audit import Audit

@@ -2,7 +2,7 @@
 
 Graphs that replay one at a time share their buffers, because each replay fills its buffers completely, and results are
 never views of them. Each copy costs a launch, so copies are grouped: on a GPU, all plain copies of bytes are one launch
-(`weft.ops.copies`).
+(`weft.ops.copying.copies`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +13,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.byte_copies import MOST_REPEATED, Copies, same_bytes
-from weft.ops.copies import plan_copies_of_bytes, uses_kernel
+from weft.ops.copying.byte_copies import MOST_REPEATED, Copies, same_bytes
+from weft.ops.copying.copies import plan_copies_of_bytes, uses_kernel
 from weft.padding import last_entry
 from weft.torchapi.private import copy_all, seen_as
 from weft.transforms.graphs.calls.aliasing import overlaps_itself

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.ops.byte_copies import is_bytes
-from weft.ops.copies import plan_clones, uses_kernel
+from weft.ops.copying.byte_copies import is_bytes
+from weft.ops.copying.copies import plan_clones, uses_kernel
 from weft.torchapi.private import clone_all, storage_id
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.calls.key import PLAIN

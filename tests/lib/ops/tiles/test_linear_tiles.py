@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import weft.proofs
 from weft.ops.backends import backends
-from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.products.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
 from weft.ops.tiles import linear
 from weft.ops.tiles.candidates import TILES, candidates
 from weft.ops.tiles.formula import Coefficients, formula_seconds
@@ -194,7 +194,7 @@ def test_torchs_product_in_fp8_is_given_what_it_takes(
         return product.to(output_dtype)
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    out = importlib.import_module("weft.ops.linear_triton")._scaled_mm(values, scales, weight, scale, bias)
+    out = importlib.import_module("weft.ops.products.linear_triton")._scaled_mm(values, scales, weight, scale, bias)
     expected = dequantize(Quantized(values, scales)) @ dequantize_weight(weight, scale).t()
     assert out.shape == (tokens, rows)
     torch.testing.assert_close(out, (expected + (0 if bias is None else bias)).bfloat16(), rtol=2e-2, atol=2e-2)
@@ -207,7 +207,7 @@ MANY = (512, 1023, 2049)
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", MANY)
 def test_many_tokens_in_fp8_have_the_references_result(tokens: int) -> None:
-    ops: Any = importlib.import_module("weft.ops.linear")
+    ops: Any = importlib.import_module("weft.ops.products.linear")
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, 4096, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.rand(32, 32, device="cuda")

@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.ops.byte_copies import Copies
+from weft.ops.copying.byte_copies import Copies
 
 pytest.importorskip("triton")
-from weft.ops.copies_triton import ARITIES, table_rows
+from weft.ops.copying.copies_triton import ARITIES, table_rows
 
 DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.int32, torch.float32, torch.int64, torch.complex128)
 MARGIN = 24

@@ -5,8 +5,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, ceil_blocks, dequantize, dequantize_weight, reference_quantize
-from weft.ops.parts import widened
+from weft.ops.products.fp8 import (
+    BLOCK,
+    ROUNDED,
+    Quantized,
+    ceil_blocks,
+    dequantize,
+    dequantize_weight,
+    reference_quantize,
+)
+from weft.ops.products.parts import widened
 from weft.ops.register import operator
 from weft.ops.tiles.linear import linear_parts
 from weft.ops.tiles.tile import leaf_columns
@@ -29,7 +37,7 @@ def _empty_product(
 
 
 @operator(
-    kernel="weft.ops.linear_triton:linear",
+    kernel="weft.ops.products.linear_triton:linear",
     fake=lambda x, weight, leaves, batch_invariant=False: _empty_product(
         x, weight, x.dtype, x.itemsize == 2, leaves, batch_invariant
     ),
@@ -44,11 +52,11 @@ def linear(
         weight: `[N, K]`, of x's dtype.
         bias: `[N]`.
         leaves: into which K is cut evenly, each summed in an order that neither N nor the others choose
-            (`weft.ops.leaves`); 0: the sum has any order. The bias is part of the first one.
+            (`weft.ops.products.leaves`); 0: the sum has any order. The bias is part of the first one.
 
     Returns:
-        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`). S is the number of leaves, or
-        follows from the shapes, the dtype and the device.
+        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`). S is the number of
+        leaves, or follows from the shapes, the dtype and the device.
 
     Raises:
         DescriptorError: K is no multiple of the leaves.
@@ -99,7 +107,7 @@ def fp8_linear(
     """`x @ weight.T + bias`, both in FP8; products in float32, each block of 128 columns scaled before it is added.
 
     Args:
-        x: `[T, K]`; plain values are quantised, as by `weft.ops.fp8.quantize`.
+        x: `[T, K]`; plain values are quantised, as by `weft.ops.products.fp8.quantize`.
         weight: `[N, K]` float8_e4m3fn.
         scale: `[ceil(N / 128), ceil(K / 128)]` float32.
         bias: `[N]`.
@@ -124,7 +132,7 @@ def fp8_linear(
 
 
 @operator(
-    kernel="weft.ops.linear_triton:fp8_linear",
+    kernel="weft.ops.products.linear_triton:fp8_linear",
     fake=lambda values, weight, dtype, leaves, batch_invariant=False: _empty_product(
         values, weight, dtype, True, leaves, batch_invariant
     ),

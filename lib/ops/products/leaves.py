@@ -12,7 +12,7 @@ import operator as arithmetic
 import torch
 from torch import Tensor
 
-from weft.ops.parts import balanced, sum_parts, widened
+from weft.ops.products.parts import balanced, sum_parts, widened
 from weft.ops.register import operator
 
 
@@ -23,7 +23,7 @@ def functional_sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
 
 
 @operator(
-    kernel="weft.ops.leaves_triton:sum_leaves",
+    kernel="weft.ops.products.leaves_triton:sum_leaves",
     fake=lambda x, dtype: x.new_empty(x.shape[1:], dtype=dtype),
     functional=functional_sum_leaves,
 )

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops import fp8, gate, linear, norm, rotary
+from weft.ops import norm, rotary
 from weft.ops.experts import products
 from weft.ops.experts.routing import route
-from weft.ops.parts import sum_parts
+from weft.ops.products import fp8, gate, linear
+from weft.ops.products.parts import sum_parts
 from weft.proofs.bench.graphs import LEAST_BYTES
-from weft.proofs.bench.sizes import Sizes
+from weft.proofs.bench.operators.sizes import Sizes
 
 
 @attrs.frozen(eq=False)

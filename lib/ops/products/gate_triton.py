@@ -1,4 +1,7 @@
-"""The CUDA implementation of the operators of `weft.ops.gate`, in Triton. Import it only where triton is installed."""
+"""The CUDA implementation of the operators of `weft.ops.products.gate`, in Triton.
+
+Import it only where triton is installed.
+"""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -7,10 +10,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
-from weft.ops.fp8 import ceil_blocks
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.parts import num_parts
+from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
+from weft.ops.products.fp8 import ceil_blocks
+from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
 
 _MOST_GROUPS = 8

@@ -9,10 +9,10 @@ import torch
 from copy_cases import Pair, copied, make, moved, pairs
 from hypothesis import given, settings, strategies as st
 
-from weft.ops import copies as module
 from weft.ops.backends import backends
-from weft.ops.byte_copies import Copies, is_dense, same_bytes
-from weft.ops.copies_triton import table_rows
+from weft.ops.copying import copies as module
+from weft.ops.copying.byte_copies import Copies, is_dense, same_bytes
+from weft.ops.copying.copies_triton import table_rows
 
 # The table, and copies as bytes
 
@@ -95,7 +95,7 @@ def without(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> Iterator[
 
 
 def test_without_triton_the_fallback_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with without(monkeypatch, "weft.ops.copies.triton_version", lambda: None):
+    with without(monkeypatch, "weft.ops.copying.copies.triton_version", lambda: None):
         *_, row = backends("cuda")
         assert not module.uses_kernel(torch.device("cuda", 0))
     assert row.implementation == "torch._foreach_copy_"
@@ -106,7 +106,7 @@ def test_a_triton_that_cannot_compile_is_a_warning_and_a_named_fallback(monkeypa
     def broken(device: torch.device, arity: int) -> int:
         raise RuntimeError("Failed to find C compiler.\nMore.")
 
-    with without(monkeypatch, "weft.ops.copies_triton.kernel_handle", broken):
+    with without(monkeypatch, "weft.ops.copying.copies_triton.kernel_handle", broken):
         with pytest.warns(UserWarning, match=r"weft copies with torch\._foreach_copy_ on cuda:0"):
             assert not module.uses_kernel(torch.device("cuda", 0))
         reason = module.no_kernel(torch.device("cuda", 0))
@@ -114,5 +114,5 @@ def test_a_triton_that_cannot_compile_is_a_warning_and_a_named_fallback(monkeypa
 
 
 def test_a_triton_without_a_handle_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.ops.copies_triton.kernel_handle", lambda device, arity: None)
+    monkeypatch.setattr("weft.ops.copying.copies_triton.kernel_handle", lambda device, arity: None)
     assert module.how_launched(torch.device("cuda", 0)).startswith("launched by triton, which takes longer")

@@ -1,6 +1,6 @@
 """The attention back ends by shape: decodes in a graph, and the prompts of one step.
 
-    python -m weft.proofs.bench.attention [--out FOLDER] [--quick]
+    python -m weft.proofs.bench.operators.attention [--out FOLDER] [--quick]
 
 Heads of 128 in bfloat16 on pages of 16, in the numbers of three models. A decode's figure is the share of the H200's
 copy bandwidth (4.27 TB/s) at which keys and values are read, over replays of a graph; only back ends that can be in one

@@ -1,6 +1,6 @@
 """Sampling at a model's head: the microseconds of `sample_rows`, by the sampling features that requests use.
 
-    python -m weft.proofs.bench.sampling --out FOLDER [--quick]
+    python -m weft.proofs.bench.operators.sampling --out FOLDER [--quick]
 
 Logits are bfloat16, normal with deviation 3, over 151,936 tokens; one graph holds 20 draws. A time is the device's time
 for one draw, and beside it stands that of `sample`, which supports only temperature. Without a GPU the references run

@@ -1,6 +1,6 @@
 """The capture of a whole ladder: its seconds, its memory, and the error of the estimate.
 
-    python -m weft.proofs.bench.ladder_capture --out FOLDER [--quick]
+    python -m weft.proofs.bench.startup.ladder_capture --out FOLDER [--quick]
 
 The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU, in mode full_and_piecewise with 128
 requests: 31 classes, 19 whole decode graphs and 12 in pieces of up to 256 tokens. Its kernels are compiled, and the

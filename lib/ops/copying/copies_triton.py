@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.ops.byte_copies import Copies
+from weft.ops.copying.byte_copies import Copies
 from weft.torchapi.private import current_stream_id, to_device
 
 ARITIES = (8, 64, 448)

@@ -1,7 +1,8 @@
 """Copies between a graph's buffers and the tensors of its callers, all in one launch.
 
-On a CUDA device a Triton kernel copies bytes (`weft.ops.copies_triton`), whatever the dtypes. Where it cannot run, and
-on the CPU, `torch._foreach_copy_` copies the tensors of one dtype together. `weft doctor` says which one runs, and why.
+On a CUDA device a Triton kernel copies bytes (`weft.ops.copying.copies_triton`), whatever the dtypes. Where it cannot
+run, and on the CPU, `torch._foreach_copy_` copies the tensors of one dtype together. `weft doctor` says which one runs,
+and why.
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from weft.ops.byte_copies import Copies
+from weft.ops.copying.byte_copies import Copies
 from weft.ops.register import triton_version
 from weft.torchapi.private import current_device, empty_strided_on
 
@@ -29,7 +30,7 @@ def no_kernel(device: torch.device, *, trial: bool = True) -> str | None:
 @functools.cache
 def _tried(device: torch.device) -> str | None:
     # Imported here, so that a machine without triton can import weft.
-    from weft.ops.copies_triton import ARITIES, kernel_handle
+    from weft.ops.copying.copies_triton import ARITIES, kernel_handle
 
     try:
         kernel_handle(device, ARITIES[0])
@@ -42,7 +43,7 @@ def _tried(device: torch.device) -> str | None:
 
 def how_launched(device: torch.device) -> str:
     """Whether the driver or Triton launches the kernel, on a CUDA device where it runs."""
-    from weft.ops.copies_triton import ARITIES, kernel_handle
+    from weft.ops.copying.copies_triton import ARITIES, kernel_handle
 
     direct = kernel_handle(device, ARITIES[0]) is not None
     return "launched by the driver" if direct else "launched by triton, which takes longer: it gives no handle"
@@ -78,7 +79,7 @@ def plan_clones(made: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Ten
 
 
 def _plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
-    from weft.ops.copies_triton import ARITIES, plan_launch
+    from weft.ops.copying.copies_triton import ARITIES, plan_launch
 
     most = ARITIES[-1]
     if len(copies.fixed) <= most:

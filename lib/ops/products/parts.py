@@ -3,8 +3,8 @@
 A product that was split, over its columns or over experts, is `[S, T, N]`: S parts, to be added in float32, first to
 last, and rounded once to the model's dtype. Every operator here that takes such a result also takes the sum, `[T, N]`.
 
-Leaves are parts that are added up as a balanced tree instead (`weft.ops.leaves`), so that ranks may have some of them
-each.
+Leaves are parts that are added up as a balanced tree instead (`weft.ops.products.leaves`), so that ranks may have some
+of them each.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops.fp8 import LEAST, MOST
 from weft.ops.kernel_triton import INTERPRETED
+from weft.ops.products.fp8 import LEAST, MOST
 
 _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(LEAST)

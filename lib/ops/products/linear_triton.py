@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.blocks_triton import multiply
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
+from weft.ops.products.blocks_triton import multiply
 from weft.ops.tiles.linear import linear_tile, one_part_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
 

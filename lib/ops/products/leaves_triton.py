@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import load_sum
 from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.products.blocks_triton import load_sum
 from weft.ops.tiles.tile import cdiv
 
 _BLOCK = 1024

@@ -10,15 +10,15 @@ from copy_cases import copied, make, some_cases
 from interpreting import interpret, run_interpreted
 from torch import Tensor
 
-from weft.ops import copies as module
-from weft.ops.byte_copies import Copies
-from weft.ops.copies import plan_clones, plan_copies_of_bytes
-from weft.ops.copies_triton import ARITIES
+from weft.ops.copying import copies as module
+from weft.ops.copying.byte_copies import Copies
+from weft.ops.copying.copies import plan_clones, plan_copies_of_bytes
+from weft.ops.copying.copies_triton import ARITIES
 from weft.transforms.graphs.graphify import graphify
 
 _INTERPRETED = """
 import sys, torch
-from weft.ops.copies_triton import plan_launch
+from weft.ops.copying.copies_triton import plan_launch
 cases = torch.load(sys.argv[1], weights_only=False)
 for case in cases:
     plan_launch(case.copies)(case.others)
@@ -37,7 +37,7 @@ def test_the_kernel_interpreted_copies_what_torch_copies(tmp_path: Path) -> None
 
 
 _GRAPHIFIED = """
-from weft.ops import copies
+from weft.ops.copying import copies
 import weft.transforms.graphs.calls.results, weft.transforms.graphs.calls.buffers
 for home in (copies, weft.transforms.graphs.calls.results, weft.transforms.graphs.calls.buffers):
     home.uses_kernel = lambda device: True

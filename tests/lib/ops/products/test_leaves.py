@@ -13,11 +13,11 @@ from weft.meshes.placements import reduced
 from weft.ops.attention.paged import paged_attention
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
-from weft.ops.fp8 import quantize
-from weft.ops.leaves import sum_leaves
-from weft.ops.linear import fp8_linear, linear
-from weft.ops.lora import add_lora
-from weft.ops.parts import sum_parts
+from weft.ops.products.fp8 import quantize
+from weft.ops.products.leaves import sum_leaves
+from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.lora import add_lora
+from weft.ops.products.parts import sum_parts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -1,4 +1,6 @@
-"""The time of `import weft` compared to `import torch`, in new processes: `python -m weft.proofs.bench.import_time`.
+"""The time of `import weft` compared to `import torch`, in new processes.
+
+    python -m weft.proofs.bench.startup.import_time
 
 `weft` imports its names on first use, so there are two figures: the import alone, and with every name of
 `weft.__all__`.

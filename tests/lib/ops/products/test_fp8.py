@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, quantize
-from weft.ops.linear import fp8_linear
+from weft.ops.products.fp8 import Quantized, dequantize, dequantize_weight, quantize
+from weft.ops.products.linear import fp8_linear
 
 FP8 = torch.float8_e4m3fn
 # All 127 magnitudes of the format: sign, 4 bits of exponent with bias 7, 3 bits of mantissa, NaN in the last place.

@@ -14,9 +14,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.kernel_triton import begin, early, kernel
-from weft.ops.parts import num_parts
+from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum
+from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, leaf_columns, power_of_two
 
 _TOKENS, _ROWS, _COLUMNS = 16, 64, 128

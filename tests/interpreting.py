@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+_TESTS = Path(__file__).parent
+_FOLDERS = (_TESTS, _TESTS / "lib" / "ops", _TESTS / "lib" / "ops" / "copying")
+"""Where the other processes find modules of tests."""
 _SERVER = """
 import interpreted, json, os, signal, sys
 for request in map(json.loads, sys.stdin):
@@ -34,8 +37,7 @@ def drawn(count: int, every: int, runs_all: bool) -> range:
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """A process that has imported torch and triton, and forks for each request. It ends when its input does."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     return subprocess.Popen(
         [sys.executable, "-c", _SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -43,7 +45,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def run_interpreted(code: str, folder: Path, *arguments: object, seconds: int = 300) -> str:
-    """Run code in a process of its own, and return its output. It may import the modules in this folder."""
+    """Run code in a process of its own, and return its output. It may import modules of `_FOLDERS`."""
     pytest.importorskip("triton")
     written, server = folder / "written.txt", _server()
     written.touch()

@@ -1,6 +1,6 @@
 """Collectives between GPUs, inside a captured graph and eagerly, next to NCCL's own.
 
-    python -m weft.proofs.bench.collectives [--ranks 2] [--out FOLDER]
+    python -m weft.proofs.bench.operators.collectives [--ranks 2] [--out FOLDER]
 
 All-reduces of [tokens, 2048] bfloat16, the hidden states after a block of a model that the ranks share; and all-to-alls
 of logits, in which each rank has its columns of all rows, and gets all columns of its rows. A graph holds several
@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.meshes.collectives import AllReduce, AllToAll, Collective, combine
 from weft.ops.transfers.collective import Member
 from weft.ops.transfers.transfer import find
-from weft.proofs.bench.transfers import ROUNDS, timed
+from weft.proofs.bench.operators.transfers import ROUNDS, timed
 from weft.proofs.environment import environment
 from weft.torchapi.distributed import nccl_group
 from weft.transforms.pipelines.transports.distributed import Distributed
@@ -114,7 +114,7 @@ def _several(fn: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.collectives", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.operators.collectives", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="a GPU for each (2)")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)

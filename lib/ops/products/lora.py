@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.linear import multiply
-from weft.ops.parts import num_parts, sum_parts, widened
+from weft.ops.products.linear import multiply
+from weft.ops.products.parts import num_parts, sum_parts, widened
 from weft.ops.register import operator
 from weft.ops.tiles.tile import leaf_columns
 
@@ -69,7 +69,7 @@ def _add_to_all(
 
 
 @operator(
-    kernel="weft.ops.lora_triton:add_lora",
+    kernel="weft.ops.products.lora_triton:add_lora",
     fake=lambda y, x, leaves: torch.empty_like(y) if leaves else x.new_empty(y.shape[-2:]),
     functional=functional_add_lora,
     check=_check,
@@ -92,15 +92,15 @@ def add_lora(
     sum is rounded once.
 
     Args:
-        y: `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`).
+        y: `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`).
         x: `[T, K]`.
         a: `[L, P, R, K]`, of x's dtype.
         b: `[L, N, R]`, of x's dtype.
         slots: `[T]` int32; -1: none.
         active: `[n]` int32, the slots that occur in `slots`, each once, and -1.
         starts: P + 1 columns of y: the first column of each pair, and N.
-        leaves: into which K is cut evenly, when y is the leaves of a product of x (`weft.ops.leaves`); each gets what
-            its own columns give. 0: K is not cut.
+        leaves: into which K is cut evenly, when y is the leaves of a product of x (`weft.ops.products.leaves`); each
+            gets what its own columns give. 0: K is not cut.
 
     Returns:
         `[T, N]` of x's dtype, or the leaves `[leaves, T, N]` float32.

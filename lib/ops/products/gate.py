@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.fp8 import ROUNDED, Quantized, empty_quantized, reference_quantize
-from weft.ops.parts import sum_parts, widened
+from weft.ops.products.fp8 import ROUNDED, Quantized, empty_quantized, reference_quantize
+from weft.ops.products.parts import sum_parts, widened
 from weft.ops.register import operator
 
 
@@ -28,7 +28,7 @@ def functional_silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @operator(
-    kernel="weft.ops.gate_triton:silu_mul",
+    kernel="weft.ops.products.gate_triton:silu_mul",
     fake=lambda x, dtype: x.new_empty((x.shape[-2], x.shape[-1] // 2), dtype=dtype),
     functional=functional_silu_mul,
 )
@@ -55,7 +55,7 @@ def silu_mul_quantized(x: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 @operator(
-    kernel="weft.ops.gate_triton:silu_mul_quantized",
+    kernel="weft.ops.products.gate_triton:silu_mul_quantized",
     fake=lambda x: empty_quantized(x, x.shape[-2], x.shape[-1] // 2),
     no_derivative=ROUNDED,
 )

@@ -1,6 +1,6 @@
 """The kernels of a decoder layer, timed inside a CUDA graph, against the bytes that they must move.
 
-    python -m weft.proofs.bench.kernels [--out FOLDER] [--quick] [--tokens 1 64]
+    python -m weft.proofs.bench.operators.kernels [--out FOLDER] [--quick] [--tokens 1 64]
 
 The sizes are those of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16. Each row has the microseconds per call over
 repeated replays of a graph (which uses more copies of the weights than a cache holds), the floor at 4.27 TB/s (the copy
@@ -17,8 +17,8 @@ import attrs
 import torch
 
 from weft.proofs.bench.graphs import graph_seconds
-from weft.proofs.bench.kernel_cases import Case, Maker, layer_cases, relative_error
-from weft.proofs.bench.sizes import QWEN3_0_6B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Sizes
+from weft.proofs.bench.operators.kernel_cases import Case, Maker, layer_cases, relative_error
+from weft.proofs.bench.operators.sizes import QWEN3_0_6B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Sizes
 from weft.proofs.environment import environment
 
 BANDWIDTH = 4.27e12

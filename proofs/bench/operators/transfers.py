@@ -1,6 +1,6 @@
 """Round trips of a message between two GPUs, inside a captured graph and eagerly.
 
-    python -m weft.proofs.bench.transfers [--backends nccl peer] [--out FOLDER]
+    python -m weft.proofs.bench.operators.transfers [--backends nccl peer] [--out FOLDER]
 
 Rank 0 sends [64, 2048] bfloat16, the hidden states of a decode step of 64 requests, and rank 1 sends them back. A graph
 holds several round trips in a row. The figure is the device's time of a replay divided by their number, the median of
@@ -85,7 +85,7 @@ def measure(backend: BackendName, timeout: float) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.transfers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.operators.transfers", description=__doc__)
     parser.add_argument("--backends", nargs="+", choices=("nccl", "peer"), default=("nccl", "peer"))
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
