@@ -24,6 +24,8 @@ from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import WHOLE, Share, share_fields, share_rows
 
+_ROWS = 4096
+"""Of a matrix that are compared at a time."""
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -104,6 +106,8 @@ class SafetensorsReader:
         """As `TensorReader.check`."""
         needed = dict(parts)
         _check_names(self._files, [part.name for part in needed], self.config, self.call)
+        if self.config.tie_word_embeddings and HEAD in self._files and EMBED in {part.name for part in needed}:
+            _check_tied(self._files, self.call)
         files = {part: self._files[part.name] for part in needed}
         with ExitStack() as stack:
             handles = _open_all(files.values(), "cpu", self.call, stack)
@@ -305,6 +309,19 @@ def _check_names(files: Mapping[str, Path], needed: Iterable[str], config: Model
     left = [name for name in files if name not in explained and name not in tied and not name.startswith(other)]
     extra = [name for name in left if not _NEUTRAL.fullmatch(name)]
     refuse_names(missing, extra, "the checkpoint", "config.json", call)
+
+
+def _check_tied(files: Mapping[str, Path], call: str) -> None:
+    """Raise CheckpointError unless the head that is stored, though it is tied, is the embedding."""
+    with ExitStack() as stack:
+        handles = _open_all((files[HEAD], files[EMBED]), "cpu", call, stack)
+        head, embed = (handles[files[name]].get_slice(name) for name in (HEAD, EMBED))
+        rows, same = range(0, head.get_shape()[0], _ROWS), head.get_shape() == embed.get_shape()
+        if same and all(torch.equal(head[row : row + _ROWS], embed[row : row + _ROWS]) for row in rows):
+            return
+    seen = f"{HEAD} is not {EMBED}, and config.json has tie_word_embeddings=true"
+    instead = "tie_word_embeddings=false in config.json, for the head that is stored; or files without it"
+    raise CheckpointError(call, seen, instead)
 
 
 def refuse_names(missing: list[str], extra: list[str], holder: str, source: str, call: str) -> None:
