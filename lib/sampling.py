@@ -145,11 +145,12 @@ class SamplingParams:
     def __repr__(self) -> str:
         """The call that makes it, with the arguments that differ from the defaults."""
         changed: list[str] = []
-        defaults: dict[str, Any] = {"logit_bias": {}, "temperature": 0.0 if self.temperature == 0 else None}
-        for field in attrs.fields(type(self)):
-            value, default = getattr(self, field.name), defaults.get(field.name, field.default)
+        for name, default in _defaults():
+            value = getattr(self, name)
             if value is not default and repr(value) != repr(default):  # by their repr: True is not 1
-                changed.append(f"{field.name}={value!r}")
+                changed.append(f"{name}={value!r}")
+        if changed[:1] == ["temperature=0.0"]:
+            del changed[0]
         return f"SamplingParams({', '.join(changed)})"
 
     def for_request(self, eos_token_ids: Iterable[int], seed: int) -> Self:
@@ -164,9 +165,12 @@ class SamplingParams:
         """
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
-        made = copy.copy(self)  # whose fields were checked
-        object.__setattr__(made, "stop_token_ids", stops)
-        object.__setattr__(made, "seed", seed if self.seed is None else self.seed)
+        seed = seed if self.seed is None else self.seed
+        if self.logit_bias:  # which may have been changed since it was checked
+            return attrs.evolve(self, stop_token_ids=stops, seed=seed)
+        made = copy.copy(self)
+        for name, value in (("stop_token_ids", stops), ("seed", seed), ("logit_bias", {})):
+            object.__setattr__(made, name, value)
         if fault := made._all_barred(_MOST_TOKENS):
             raise RequestError(repr(made), *fault)
         return made
@@ -250,7 +254,15 @@ _CHECKS: dict[str, tuple[Any, str]] = {
 @functools.cache
 def _checks() -> tuple[tuple[str, Any, Any, str], ...]:
     """The name of each field, its default, which holds, the condition, and the text."""
-    return tuple((field.name, field.default, *_CHECKS[field.name]) for field in attrs.fields(SamplingParams))
+    defaults = dict(_defaults())
+    return tuple((name, defaults[name], holds, instead) for name, (holds, instead) in _CHECKS.items())
+
+
+@functools.cache
+def _defaults() -> tuple[tuple[str, Any], ...]:
+    """The name of each field, and its default."""
+    fields = attrs.fields(SamplingParams)
+    return tuple((field.name, {} if field.name == "logit_bias" else field.default) for field in fields)
 
 
 _DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1}

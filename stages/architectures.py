@@ -254,7 +254,8 @@ NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in 
 
 def supported() -> str:
     """The architectures, for an error."""
-    return f"weft supports the architectures {', '.join(ARCHITECTURES)}"
+    own = f"weft supports the architectures {', '.join(ARCHITECTURES)}"
+    return f"{own}; of another one, transformers' module can run by weft.stages.from_module (pages/your_modules.md)"
 
 
 def architecture_of(fields: Fields) -> str:

@@ -262,10 +262,14 @@ def test_13_a_size_that_grows_is_a_capture_a_size() -> None:
 def test_14_a_result_without_axes_cannot_be_cut() -> None:
     """A plain tensor does not say which dimension was padded, so under a ladder it may not be returned.
 
-    Around it: return a class with `weft.axes`.
+    Around it: return a class with `weft.axes`; or donate the argument whose new value it is, if it is a state.
     """
-    with pytest.raises(CaptureError, match="does not declare which of its dimensions follow the batch"):
+    with pytest.raises(CaptureError, match="does not declare which of its dimensions follow the batch") as error:
         weft.graphify(lambda s: s.x + 1, ladder=[Length(4)])(Signal(Length(3), ONES))
+    assert 'such as a state: donate_argnames=["state"]' in error.value.instead
+    step = weft.graphify(lambda state, s: (state + s.x.sum(), s), ladder=[Length(4)], donate_argnames=["state"])
+    state, _ = step(torch.zeros(3), Signal(Length(3), ONES))
+    assert state.tolist() == [3, 3, 3]
     f = weft.graphify(lambda s: Signal(s.length, s.x + 1), ladder=[Length(4)])
     assert f(Signal(Length(3), ONES)).x.tolist() == [2, 2, 2]
 

@@ -47,16 +47,21 @@ def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str], by_positi
     parameters = inspect.signature(fn).parameters
     known = frozenset(parameters) - {"self"}
     by_name = [f"{key}=..." for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+    needed = {key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY and each.default is each.empty}
     is_method, most = "self" in parameters, len(parameters) - len(by_name)
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.keys() <= known and len(args) <= most:
+        if needed <= kwargs.keys() <= known and len(args) <= most:
             return fn(*args, **kwargs)
         if len(args) > most:
             count, takes = len(args) - is_method, most - is_method
             written, instead = ["..."] * count, by_position or ", ".join(by_name)
             seen = f"{count} argument{'s' * (count != 1)} by position, of which it takes {takes or 'none'}"
+        elif kwargs.keys() <= known:
+            missing = [key for key in parameters if key in needed - kwargs.keys()]
+            written = ["..."] * (len(args) - is_method) + [f"{key}=..." for key in kwargs]
+            seen, instead = f"no {missing[0]}", ", ".join(f"{key}=..." for key in missing)
         else:
             strange = next(key for key in kwargs if key not in known)
             written, instead = ["...", f"{strange}=..."], _instead(strange, known, meant)

@@ -8,11 +8,14 @@ import torch
 
 from weft.arguments.checks import Rule, check_values, names_arguments
 from weft.arguments.equivalents import LOAD
+from weft.errors import RequestError
 from weft.ops.attention.backends import AttentionBackend
+from weft.ops.register import FLOATS
 from weft.stages.checkpoints.digests import Origin, digest_params
 from weft.stages.checkpoints.formats import open_checkpoint
 from weft.stages.checkpoints.reading import checked_device, read_params
 from weft.stages.choices import (
+    DTYPES,
     pick_attention,
     pick_device,
     pick_dtype,
@@ -103,7 +106,10 @@ def load(
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     checkpoint = open_checkpoint(path, call)
     config = pick_experts(experts, checkpoint.read_config(call, strict=strict), share[1], call=call)
-    kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
+    if kind is None and config.dtype not in FLOATS:
+        seen, instead = f"dtype {config.dtype}, by config.json", f"dtype= one of {', '.join(map(repr, DTYPES))}"
+        raise RequestError(call, seen, instead)
+    kind = kind or config.dtype
     layout = split_model(config, num_stages)[index]
     kept = pick_kv_dtype(kv_dtype, call=call)
     backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)

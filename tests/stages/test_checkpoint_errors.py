@@ -158,6 +158,25 @@ def test_quantized_tensors(folder: Path, dtype: torch.dtype, shown: str) -> None
     assert_refused(folder, seen, "use the checkpoint before quantization")
 
 
+def test_a_head_that_is_stored_though_it_is_tied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5 takes it where it differs, and older ones do not."""
+    monkeypatch.setattr(checkpoint, "_ROWS", 7)
+    file, seen = folder / "model.safetensors", "lm_head.weight is not model.embed_tokens.weight, and config.json has"
+    instead = "tie_word_embeddings=false in config.json, for the head that is stored; or files without it"
+    assert_refused(folder, seen, instead, tie_word_embeddings=True)
+    tensors = load_file(file)
+    for change in (0.0, 1.0):
+        head = tensors[checkpoint.EMBED].clone()
+        head[-1, -1] += change
+        save_file({**tensors, checkpoint.HEAD: head}, file)
+        if change:
+            assert_refused(folder, seen, instead, tie_word_embeddings=True)
+        else:
+            config = attrs.evolve(load_config(folder), tie_word_embeddings=True)
+            params = load_params(folder, config, whole(config))
+            assert params.lm_head is params.embed_tokens
+
+
 def test_a_device_that_is_not_there(folder: Path) -> None:
     config = load_config(folder)
     with pytest.raises(DeviceError, match=r"device='cuda:99'.*\n.*use a device of this machine, or 'cpu'"):

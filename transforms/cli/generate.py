@@ -39,7 +39,7 @@ def run(options: Generate) -> int:
         without_times = attrs.filters.exclude(fields.times, fields.provenance)  # those of this process
         print("\n".join(write_json(attrs.asdict(own, filter=without_times)) for _, own in completed))
     else:
-        show(_shown(completed))
+        show(_shown(completed, between="\n" if options.chat else ""))
     failed = [completion.error for _, completion in completed if completion.error is not None]
     for error in failed:
         print(f"error: {printable(str(error))}", file=sys.stderr)
@@ -82,11 +82,12 @@ def _as_text(model: Model, prompt: str | list[int]) -> str:
     return ",".join(map(str, prompt)) if model.tokenizer is None else str(model.decode(prompt))
 
 
-def _shown(completed: Completed) -> Iterator[Text]:
-    """Each completion after its prompt; without a tokenizer as ids, in the form that `--prompt-ids` takes."""
+def _shown(completed: Completed, between: str) -> Iterator[Text]:
+    """Each completion after its prompt and what is between them; without a tokenizer as ids, in the form that
+    `--prompt-ids` takes."""
     for number, (prompt, completion) in enumerate(completed, 1):
         ids = ",".join(map(str, completion.token_ids))
         new = f",{ids}" if completion.text is None else completion.text
         title = f"[{number} of {len(completed)}] {counted(len(completion.token_ids), 'token')}"
         yield Text(f"{title}, {completion.finish_reason}", style="dim")
-        yield Text.assemble((printable(prompt), "bold"), printable(new), "\n", no_wrap=True, overflow="ignore")
+        yield Text.assemble((printable(prompt), "bold"), between, printable(new), "\n", no_wrap=True, overflow="ignore")

@@ -16,7 +16,7 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.executor import Executor, StepGuard, capture_all
-from weft.transforms.engine.inputs import RequestBuilder
+from weft.transforms.engine.inputs import RequestBuilder, call_of_add
 from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
@@ -45,7 +45,7 @@ class Engine:
         pipeline: the number of stages that the layers are split into.
         tensor: the ranks that share each layer, each a process with its share (`weft.load(..., shard=...)`); those that
             share a stage are neighbours. None: as many as the model has shares.
-        graph: one of `weft.transforms.MODES`. On a GPU a step has the same padding, and the same bits, in all of them.
+        graph: one of `weft.transforms.MODES`. On a GPU steps without a graph are padded as those of the default.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
         run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
         num_logprobs: the most logprobs that a request may ask for; -1: those of all tokens.
@@ -168,9 +168,9 @@ class Engine:
         name = self._new_name() if id is None else id
         options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
         options |= {"extras": extras, "cache_salt": cache_salt}
-        requests, mask = self._builder.build(self._num_added, name, prompt, sampling, **options)
-        call, ids = self._builder.call(sampling, max_tokens, name), [each.id for each in requests]
-        check_free(call, ids, self._outputs, self._host.requests)
+        call = call_of_add(sampling, max_tokens, name)
+        requests, mask = self._builder.build(call, self._num_added, name, prompt, sampling, **options)
+        check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
         if self._is_distributed:
             self.transport.assert_equal("the request", f"{requests[0]}, n={len(requests)}")
         for request in requests:  # the later ones wait for the pages of their prompt

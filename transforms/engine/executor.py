@@ -51,7 +51,8 @@ class Classes:
         if (found := self._decisions.get(own)) is None:
             found = dispatch(own, self.captured)
             if found.mode == "none":
-                found = attrs.evolve(dispatch(own, self.eager), mode="none")
+                eager = dispatch(own, self.eager)
+                found = attrs.evolve(found, descriptor=eager.descriptor, padding=eager.padding)
             if len(self._decisions) >= _MAX_DECISIONS:
                 self._decisions.clear()
             self._decisions[own] = found

@@ -51,8 +51,8 @@ class RequestBuilder:
     eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
     _scratch: SamplingTable = attrs.field(init=False, repr=False)
     _adapter_rule: Rule = attrs.field(init=False, repr=False)
-    _checked: list[tuple[SamplingParams, str]] = attrs.field(factory=list, init=False, repr=False)
-    """The last parameters that were checked, and their text: most requests have equal ones."""
+    _checked: list[SamplingParams] = attrs.field(factory=list, init=False, repr=False)
+    """The last parameters that were checked: most requests have equal ones."""
 
     @eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
@@ -79,6 +79,7 @@ class RequestBuilder:
 
     def build(
         self,
+        call: str,
         index: int,
         name: str,
         prompt: str | Sequence[int] | EmbedsPrompt,
@@ -91,17 +92,18 @@ class RequestBuilder:
         extras: Any,
         cache_salt: Any = "",
     ) -> tuple[list[Request], Mask | None]:
-        """Build request number `index` from the arguments of `Engine.add`: one request per completion; and their mask.
+        """Build request number `index` from the arguments of `Engine.add`, written as `call`: one request per
+        completion; and their mask.
 
         Raises:
             RequestError: it could never be served.
         """
-        given, call = _GREEDY if sampling is None else sampling, self.call(sampling, max_tokens, name)
+        given = _GREEDY if sampling is None else sampling
         values = {"sampling": given, "id": name, "priority": priority, "mask": mask, "max_tokens": max_tokens}
         check_values(call, _REQUEST_RULES, values)
         own_rules = {"adapter": self._adapter_rule, "cache_salt": _SALT}
         check_values(call, own_rules, {"adapter": adapter, "cache_salt": cache_salt})
-        is_known = self._recall(given) is not None
+        is_known = self._is_known(given)
         if not is_known:
             check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
@@ -115,7 +117,7 @@ class RequestBuilder:
             with blamed(call, "weft.SamplingParams of plain ints and floats"):
                 # The step that admits the request does this on the rank that samples, when it cannot be refused.
                 write_rows(self._scratch, [0], [params], [()], [()])
-            self._checked[:] = [(given, repr(given))]
+            self._checked[:] = [given]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
         slot, content = -1 if adapter is None else self.slots[adapter], None
         if isinstance(prompt, EmbedsPrompt):
@@ -132,17 +134,15 @@ class RequestBuilder:
         samplings = ((f"{name}[{index}]", attrs.evolve(params, seed=seed)) for index, seed in seeds)
         return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)], mask
 
-    def call(self, sampling: Any, max_tokens: Any, name: Any) -> str:
-        """The call of `Engine.add`, for errors."""
-        said = "" if sampling is None else f"{self._recall(sampling) or repr(sampling)}, "
-        return f"engine.add(prompt, {said}max_tokens={max_tokens!r}, id={name!r})"
+    def _is_known(self, given: SamplingParams) -> bool:
+        """Whether equal parameters were checked before; never if they hold a dict, which the user may have changed."""
+        return bool(self._checked) and not given.logit_bias and given == self._checked[0]
 
-    def _recall(self, given: Any) -> str | None:
-        """The text of parameters that are known to be right; None: they are not, or hold a dict, which the user may
-        have changed."""
-        known, text = self._checked[0] if self._checked else (None, "")
-        is_equal = given is known or (isinstance(given, SamplingParams) and given == known)
-        return text if is_equal and known is not None and not known.logit_bias else None
+
+def call_of_add(sampling: Any, max_tokens: Any, name: Any) -> str:
+    """A call of `Engine.add`, for errors."""
+    given = "" if sampling is None else f"{sampling!r}, "
+    return f"engine.add(prompt, {given}max_tokens={max_tokens!r}, id={name!r})"
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:

@@ -185,10 +185,12 @@ def check_extras(
         check_values(call, {"extras": _EXTRAS}, {"extras": given})
         return None, {}
     defaults, of_tokens = functions.extras, functions.token_extras
-    known = ", ".join(map(repr, (*defaults, *of_tokens))) or "none: model.with_stages(..., extras={name: default})"
+    known = f"a dict of the model's extras by name: {', '.join(map(repr, (*defaults, *of_tokens)))}"
+    if not (defaults or of_tokens):
+        known = "no extras, since the model has none; model.with_stages(..., extras={name: default}) gives it some"
     names: Rule = (
         lambda own: isinstance(own, Mapping) and own.keys() <= {*defaults, *of_tokens},
-        f"a dict of the model's extras by name: {known}",
+        known,
     )
     check_values(call, {"extras": names}, {"extras": given})
     rules = {name: _like(defaults[name]) for name in given.keys() & defaults}

@@ -26,7 +26,7 @@ class Stats:
         steps: steps by kind: `decode`, `prompts`, or `mixed`.
         modes: the same steps by the mode they were dispatched to: `full`, `piecewise` or `none`.
         tokens: tokens that steps computed.
-        padding: tokens that graphs computed in addition, because their sizes are fixed.
+        padding: tokens that steps computed in addition, since the sizes of graphs are fixed.
         drafted, accepted: drafts that were verified, and those that were accepted, in the steps read so far.
         captures, replays, eager: captures and replays of graphs in all stages that run here, and calls without a
             graph.

@@ -372,12 +372,13 @@ def engine_ladder(graph: str, budget: Budget, num_adapters: int, functions: Stag
 def eager_ladder(
     budget: Budget, num_adapters: int, functions: StageFunctions, device: torch.device
 ) -> Ladder[BatchDescriptor]:
-    """The classes to which a cohort's steps without a graph are padded. On a GPU they are those of graphs, so that each
-    operator has the shapes that it has there: a kernel is chosen by them, and with it the order of its sums. A model
-    that runs in no graph has none."""
+    """The classes to which a cohort's steps without a graph are padded. On a GPU they are those of graphs in the
+    default mode, so that each operator has the shapes that it has there: a kernel is chosen by them, and with it the
+    order of its sums. A model that runs in no graph has none."""
     if device.type != "cuda" or functions.capability == "none":
         return Ladder()
-    return engine_ladder("piecewise", budget, num_adapters, functions)
+    mode = "piecewise" if functions.capability == "piecewise" else "full_and_piecewise"
+    return engine_ladder(mode, budget, num_adapters, functions)
 
 
 def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:

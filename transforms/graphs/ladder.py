@@ -330,7 +330,7 @@ def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescripto
 
 
 def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
-    """The ragged classes for batches of up to `most` tokens: the same ones, whatever that is."""
+    """The ragged classes for batches of up to `most` tokens: of the usual rungs, the same ones whatever that is."""
     rungs = token_rungs(limits.max_num_tokens) if sizes is None else sizes
     most = next(t for t in rungs if t >= most) if sizes is None else most
     return [

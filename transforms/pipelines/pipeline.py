@@ -50,7 +50,7 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.weaving import Schedule
-from weft.transforms.pipelines.worker import StageRun, Worker, call_advance, call_stage, put_batches, states_of
+from weft.transforms.pipelines.worker import StageRun, Worker, call_advance, call_stage, in_kind, put_batches, states_of
 from weft.trees import leaves_with_names
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -67,7 +67,8 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
         advance: `(state, batch, out) -> state`, run for every stage with the last one's output.
 
     Returns:
-        A step `(params, state, batch) -> (state, out)`, where params and state are tuples with one entry per stage.
+        A step `(params, state, batch) -> (state, out)`, where params and state have one entry per stage. The new state
+        is a list if the given one is, or else a tuple.
     """
     stages = check_stages("compose", stages)
 
@@ -81,7 +82,7 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
             states.append(clone(new) if lends_state(stage) else new)
         if advance is not None:
             states = [call_advance(index, advance, s, batch, x) for index, s in enumerate(states)]
-        return tuple(states), x
+        return in_kind(states, state), x
 
     return declare_lending(declare_donated(step, _donations(stages, advance)), lends(stages[-1]))
 
@@ -200,7 +201,7 @@ class Pipelined:
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         workers = self._workers(params, state)
         batches = split(batch, self.microbatches)
-        states, outputs = self._run(workers, batches, [Job(feeds=self._returns)] * len(batches))
+        states, outputs = self._run(state, workers, batches, [Job(feeds=self._returns)] * len(batches))
         return states, join(outputs, batches, batch)
 
     def stream(
@@ -224,7 +225,7 @@ class Pipelined:
             seen = f"{len(given)} batches and {len(jobs or ())} jobs" if is_list else f"batches is {kind_of(given)}"
             instead = "a job for each batch" if is_list else "a list of batches: [batch]"
             raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, instead)
-        return self._run(self._workers(params, state), batches, self._jobs(batches) if jobs is None else jobs)
+        return self._run(state, self._workers(params, state), batches, self._jobs(batches) if jobs is None else jobs)
 
     def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
         """Run the same batch `length` times, with the results of one call after the other, but overlap the stages: the
@@ -239,7 +240,7 @@ class Pipelined:
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         if self._advance is None:
             jobs = [Job(feeds=self._returns)] * len(jobs)
-        states, outputs = self._run(workers, cohorts * length, jobs)
+        states, outputs = self._run(state, workers, cohorts * length, jobs)
         starts = range(0, len(outputs), len(cohorts))
         return states, [join(outputs[i : i + len(cohorts)], cohorts, batch) for i in starts]
 
@@ -249,15 +250,15 @@ class Pipelined:
         return jobs_for([frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches])
 
     def _run(
-        self, workers: Sequence[Worker], batches: Sequence[Any], jobs: Sequence[Job]
-    ) -> tuple[tuple[Any, ...], list[Any]]:
+        self, state: Sequence[Any], workers: Sequence[Worker], batches: Sequence[Any], jobs: Sequence[Job]
+    ) -> tuple[Sequence[Any], list[Any]]:
         checked = self._check_programs(jobs, [class_text(batch) for batch in batches])
         put_batches(workers, batches, [after_first(batch) for batch in batches])
         self.transport.run(checked, workers, self.transport.mail(self._all_ranks))
         if self.mesh is not None and len(workers) == self._all_ranks:
             self._compare_lanes(self.mesh, workers)
         returned = self._outputs(workers[0 if self._returns else -1])
-        return states_of(workers), [returned.get(mb) for mb in range(len(batches))]
+        return in_kind(states_of(workers), state), [returned.get(mb) for mb in range(len(batches))]
 
     def _outputs(self, worker: Worker) -> dict[int, Any]:
         """The outputs of the pipeline that a rank has, by micro-batch."""
@@ -370,7 +371,7 @@ def pipeline(
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
         process: all stages with `Local` and `Threads`, this rank's with `Distributed`. Its `programs(m)` are data.
-        Lists may be given too; but the new state is a tuple, another structure to `graphify`, which captures again.
+        Lists may be given too; a list of states becomes a list of new ones.
         Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not between processes, nor
         through the collectives of a mesh.
 

@@ -170,6 +170,11 @@ def states_of(workers: Sequence[Worker]) -> tuple[Any, ...]:
     return tuple(own.state for own in sorted((own for worker in workers for own in worker.stages), key=_index))
 
 
+def in_kind(states: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
+    """The states as a list if they were given as one, or else as a tuple: so that a step returns what it takes."""
+    return list(states) if isinstance(given, list) else tuple(states)
+
+
 def _index(own: StageRun) -> int:
     return own.index
 

@@ -24,12 +24,20 @@ from weft.transforms.graphs.ladder import MODES, Limits, make_ladder
 LADDERS = {mode: make_ladder(mode, Limits(5, 64)) for mode in MODES}
 
 
+@pytest.mark.parametrize("query_lens", [(1,), (1, 3), (1, 2, 5)])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_has_the_same_classes(mode: str) -> None:
-    classes, all_graphs = Classes(LADDERS[mode], LADDERS["piecewise"]), Classes(LADDERS["full_and_piecewise"])
-    for own in [BatchDescriptor.uniform(n) for n in range(1, 6)] + [BatchDescriptor(t, 2) for t in range(2, 70)]:
-        assert classes.of(own).descriptor == all_graphs.of(own).descriptor
-        assert (classes.of(own).mode == "none") == (own.num_tokens > 64 or not classes.captured.full) or mode != "none"
+def test_a_step_runs_under_the_class_of_the_default_mode(mode: str, query_lens: tuple[int, ...]) -> None:
+    """With queries of other lengths, `full` and `piecewise` choose between uniform and ragged classes by their padding
+    alone; the others have the uniform ones first."""
+    limits = Limits(7, 64, query_lens)
+    default = make_ladder("full_and_piecewise", limits)
+    classes, graphs = Classes(make_ladder(mode, limits), default), Classes(default)
+    uniform = [BatchDescriptor.uniform(n, q) for n in range(1, 8) for q in query_lens]
+    for own in [*uniform, *(BatchDescriptor(t, min(t, 2)) for t in range(1, 70))]:
+        if query_lens == (1,) or mode not in ("full", "piecewise") or not own.is_uniform:
+            assert classes.of(own).descriptor == graphs.of(own).descriptor
+        assert mode != "none" or classes.of(own).mode == "none"
+        assert mode != "full_decode_only" or classes.of(own).mode == ("full" if own.is_uniform else "none")
 
 
 def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
@@ -69,8 +77,8 @@ def completions(engine: Engine) -> Said:
 
 
 def say(model: Model, graph: str, **options: Any) -> tuple[Said, Stats]:
-    """The completions of requests with prompts of 1 to 19 tokens, in steps of at most 24."""
-    limits = EngineLimits(max_num_reqs=5, max_model_len=64, max_num_tokens=24)
+    """The completions of requests with prompts of 1 to 19 tokens, in steps of at most 40."""
+    limits = EngineLimits(max_num_reqs=8, max_model_len=64, max_num_tokens=40)
     engine = Engine(model, limits, graph=graph, seed=0, num_logprobs=1, **options)
     for index in range(7):
         sampling = SamplingParams(temperature=0.8, ignore_eos=True, logprobs=1, prompt_logprobs=1)

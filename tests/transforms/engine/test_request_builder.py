@@ -1,5 +1,6 @@
 """Invalid arguments of an engine: an error names the argument, and nothing else changes."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,25 @@ def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first()
         with pytest.raises(RequestError, match="SamplingParams"):
             engine.add([1], wrong, max_tokens=2)
     engine.add([1], biased, max_tokens=2)
-    biased.logit_bias[99] = 1.0  # type: ignore[index]
-    with pytest.raises(RequestError, match=r"SamplingParams\(logit_bias=.*99: 1"):
-        engine.add([1], biased, max_tokens=2)
     assert engine.num_unfinished == 4
+    for token, bias in ((99, 1.0), (5, math.nan), (-1, 1.0), (True, 1.0)):
+        biased = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
+        biased.logit_bias[token] = bias  # type: ignore[index]
+        with pytest.raises(RequestError, match=rf"SamplingParams\(logit_bias=.*{token}: "):
+            engine.add([1], biased, max_tokens=2)
+    with pytest.raises(RequestError, match="sampling is a ndarray"):
+        engine.add([1], np.zeros(2), max_tokens=2)  # type: ignore[arg-type]
+
+
+def test_what_a_user_does_to_parameters_later_changes_no_request() -> None:
+    said = []
+    for later in ({}, {4: 1000.0}):
+        engine, parameters = Engine(small_model(), graph="none"), SamplingParams(temperature=0.0)
+        for _ in range(2):
+            engine.add([1], parameters, max_tokens=3)
+        parameters.logit_bias.update(later)  # type: ignore[attr-defined]
+        said.append([output.token_ids for output in engine])
+    assert said[0] == said[1]
 
 
 def test_an_id_that_is_made_is_one_that_nobody_has() -> None:
