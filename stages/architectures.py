@@ -255,7 +255,7 @@ NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in 
 def supported() -> str:
     """The architectures, for an error."""
     own = f"weft supports the architectures {', '.join(ARCHITECTURES)}"
-    return f"{own}; of another one, transformers' module can run by weft.stages.from_module (pages/your_modules.md)"
+    return f"{own}; another model's module runs by weft.stages.from_module (proofs/pages/your_modules.md)"
 
 
 def architecture_of(fields: Fields) -> str:

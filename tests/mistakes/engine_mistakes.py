@@ -5,7 +5,7 @@ from typing import Any
 from answers import Mistake, model
 
 import weft
-from weft.errors import ArgumentError, RequestError
+from weft.errors import ArgumentError, ProgramError, RequestError
 from weft.stages import DEMO
 from weft.transforms import make_state
 
@@ -57,6 +57,27 @@ MISTAKES = {
         "engine.add(prompt, {'temperature': 1}, max_tokens=1, id='request 0')",
         "sampling is a dict",
         "weft.SamplingParams(...), or None",
+    ),
+    "engine: no number of tokens": Mistake(
+        lambda: engine().add("A", id="mine"),
+        ArgumentError,
+        "add(..., id=...)",
+        "no max_tokens",
+        "max_tokens=...",
+    ),
+    "engine: graphs of another device": Mistake(
+        lambda: engine(backend="cuda"),
+        ProgramError,
+        "weft.Engine(model, pipeline=1, graph='none', run_ahead=1)",
+        "backend='cuda', and a model on 'cpu'",
+        'backend=None; or weft.load(..., device="cuda")',
+    ),
+    "engine: extras of a model without any": Mistake(
+        lambda: engine().add("A", max_tokens=1, extras={"v": 1}),
+        RequestError,
+        "engine.add(prompt, max_tokens=1, id='request 0')",
+        "extras={'v': 1}",
+        "no extras, since the model has none; model.with_stages(..., extras={name: default}) gives it some",
     ),
     "engine: two requests of one id": Mistake(
         two_of_a_name,

@@ -103,7 +103,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
         ConfigError,
         "config.json has architectures=['GPT2LMHeadModel']",
         "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-        "MistralForCausalLM, Qwen2VLForConditionalGeneration",
+        "MistralForCausalLM, Qwen2VLForConditionalGeneration; another model's module runs by weft.stages.from_module "
+        "(proofs/pages/your_modules.md)",
     ),
     "a field that changes the computation": (
         lambda f: change_config(f, logit_softcap=30.0),
@@ -212,7 +213,11 @@ def test_devices_that_weft_has_no_kernels_for(device: str) -> None:
 def test_a_dtype_that_no_decoder_computes_in_is_refused_when_it_is_loaded(folder: Path) -> None:
     """The error comes from `load`, not from the first step: attention has no float64."""
     change_config(folder, dtype="float64")
-    with pytest.raises(WeftError, match="float64"):
+    call, instead = (
+        f"weft.load({str(folder)!r}, device='cpu', dtype=None)",
+        "dtype= one of 'float32', 'bfloat16', 'float16'",
+    )
+    with refused(RequestError, call, "dtype torch.float64, by config.json", instead):
         weft.load(folder, "cpu")
     assert weft.load(folder, "cpu", "float32").dtype == torch.float32
 

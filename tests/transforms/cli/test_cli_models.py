@@ -63,7 +63,7 @@ def test_texts_are_messages_by_the_template(run: Weft, chatting: str) -> None:
     assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [own.token_ids for own in expected]
     code, out, _ = run("generate", "--model", chatting, "--chat", "--prompt", "Hello", *FLAGS[:-1])
     assert code == 0
-    assert "Hello" in out
+    assert "\nHello\n" in out  # and its answer on lines of its own
 
 
 def test_what_is_no_chat(run: Weft, chatting: str) -> None:

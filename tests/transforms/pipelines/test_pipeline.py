@@ -14,6 +14,7 @@ from scaling import LAW, PARAMS, STATES, scale, stepped
 from torch import Tensor
 
 from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donated_argnames, donates
 from weft.effects import Program, Schema, TensorSchema
 from weft.errors import DonatedError, ProgramError
@@ -207,6 +208,24 @@ def test_a_donating_stage_makes_the_whole_donate_its_state() -> None:
             assert_equal(LAW, (states, out), ((2 * torch.tensor(i), 3 * torch.tensor(i)), torch.full((2,), 1 + 3 * i)))
 
 
+@pytest.mark.parametrize("ladder", [None, [BatchDescriptor.uniform(4)]])
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("make", [compose, pipeline])
+def test_states_in_a_list_are_donated_as_those_in_a_tuple(make: Any, kind: Any, ladder: Any) -> None:
+    def stage(p: Any, s: Tensor, batch: Batch, x: Any) -> tuple[Tensor, Batch]:
+        return s + p, batch
+
+    step = graphify(make([stage, stage]), donate_argnames=["state"], ladder=ladder)
+    state = kind([torch.zeros(3), torch.ones(3)])
+    places = [one.data_ptr() for one in state]
+    for _ in range(3):
+        state, _ = step((1.0, 2.0), state, Batch.decode([0, 1, 2]))
+        assert type(state) is kind
+    assert [one.tolist() for one in state] == [[3.0] * 3, [7.0] * 3]
+    assert [one.data_ptr() for one in state] == places
+    assert step.cache_info().captures == 1
+
+
 def test_a_failing_stage_raises_its_own_error() -> None:
     def failing(p: Any, s: Any, batch: Any, x: Any) -> Any:
         raise KeyError("mine")
@@ -216,7 +235,6 @@ def test_a_failing_stage_raises_its_own_error() -> None:
 
 
 def test_a_batch_that_was_padded_and_cut_gives_its_requests_their_outputs() -> None:
-    from weft.descriptor import BatchDescriptor
     from weft.padding import pad
 
     def stage(p: Any, s: Any, batch: Batch, x: Any) -> tuple[Any, Tensor]:
