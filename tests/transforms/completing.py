@@ -127,6 +127,10 @@ class Keeping:
         return self.inner.state
 
     @property
+    def classes(self) -> Any:
+        return self.inner.classes
+
+    @property
     def graphs(self) -> Any:
         return self.inner.graphs
 

@@ -185,7 +185,7 @@ class Generate(RunOptions):
     temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0.0)
     seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
     adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
-    graph: str = _how("graph mode", MODES, "full")
+    graph: str = _how("graph mode", MODES, "full_and_piecewise")
     json: bool = _general("print one JSON object per completion, one per line", SWITCH, False)
     certificates: str | None = _general(
         "write each completion's certificate, for weft verify; needs --batch-invariant", FILE
@@ -205,7 +205,7 @@ class Verify(RunOptions):
     preset: None = None
     json: bool = _general("print one JSON object per certificate, one per line", SWITCH, False)
     adapter: Sequence[str] = _general("a LoRA adapter that a certificate names; may be repeated", DIRS, ())
-    graph: str = _how("graph mode", MODES, "full")
+    graph: str = _how("graph mode", MODES, "full_and_piecewise")
     max_num_seqs: int = _how("completions that run at once", COUNT, 64)
     max_num_tokens: int | None = _how("tokens per step, so that prompts are read in chunks", whole("N", 1, 2**17))
     batch_invariant: bool = True

@@ -176,7 +176,7 @@ def generate(
     seed: int | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     pipeline: int = 1,
-    graph: str = "full",
+    graph: str = "full_and_piecewise",
     adapter: Adapter | Sequence[Adapter | None] | None = None,
     extras: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None] | None = None,
     speculation: Speculation | None = None,
