@@ -81,21 +81,7 @@ def test_19_the_next_state_comes_first_among_results_of_its_shape() -> None:
     assert advance(first, lambda made: made[0]) == 1
 
 
-def test_20_a_pipelines_state_comes_back_as_a_tuple() -> None:
-    """A list is another structure than a tuple: given a list first, a graphified pipeline captures once more.
-
-    Around it: pass tuples.
-    """
-    params = [torch.ones(())] * 2
-    for given, expected in (([None, None], 2), ((None, None), 1)):
-        f = weft.graphify(weft.pipeline([stage, stage]))
-        state: Any = given
-        for _ in range(3):
-            state, _ = f(params, state, torch.ones(2))
-        assert captures(f) == expected
-
-
-def test_21_a_borrowed_result_is_overwritten() -> None:
+def test_20_a_borrowed_result_is_overwritten() -> None:
     """`outputs="borrow"` returns the graph's own buffers: the next replay writes there.
 
     Around it: `weft.clone` what is kept, or leave `outputs="safe"`, the default; `weft.check_borrowed()` finds it.
@@ -112,7 +98,7 @@ def test_21_a_borrowed_result_is_overwritten() -> None:
 # With pipelines ------------------------------------------------------------------------------------------------------
 
 
-def test_22_a_sum_over_the_batch_may_pass_for_rows() -> None:
+def test_21_a_sum_over_the_batch_may_pass_for_rows() -> None:
     """Micro-batches are joined by rows; sizes are checked, meaning cannot be: `sum(0)` of as many columns as a part has
     rows is joined, and wrong.
 
@@ -130,7 +116,7 @@ def test_22_a_sum_over_the_batch_may_pass_for_rows() -> None:
     assert rows.sum(0).tolist() == whole.tolist()
 
 
-def test_23_a_scalar_of_a_micro_batch_is_refused() -> None:
+def test_22_a_scalar_of_a_micro_batch_is_refused() -> None:
     """A loss is one number a part, and nobody knows how to join two.
 
     Around it: return it for each row, and take the mean outside.
@@ -145,7 +131,7 @@ def test_23_a_scalar_of_a_micro_batch_is_refused() -> None:
     assert rows.mean() == 3.5
 
 
-def test_24_fewer_micro_batches_than_asked_for() -> None:
+def test_23_fewer_micro_batches_than_asked_for() -> None:
     """`microbatches=4` is the most: a batch of three requests goes in three, and other programs run.
 
     Around it: `programs(m)` prints those of any number; batch as many requests as there are parts.
@@ -157,7 +143,7 @@ def test_24_fewer_micro_batches_than_asked_for() -> None:
     assert "[mb 3]" not in str(step.programs(3)[0])
 
 
-def test_25_scan_unrolls_and_does_not_stack() -> None:
+def test_24_scan_unrolls_and_does_not_stack() -> None:
     """`weft.scan(step, k)` returns a list of k outputs, and a graph of it holds the step k times.
 
     Around it: `torch.stack` where all outputs are of one shape; graphify the step, and scan that.
@@ -173,7 +159,7 @@ def test_25_scan_unrolls_and_does_not_stack() -> None:
 # With models ---------------------------------------------------------------------------------------------------------
 
 
-def test_26_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
+def test_25_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
     """The text of a completion ends before what stopped it; its tokens, logprobs and usage count the tokens that said
     it, and a token may hold more than the stop text.
 
@@ -195,7 +181,7 @@ def test_26_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
     assert (made().finish_reason, made().stop_reason) == ("stop", stop)
 
 
-def test_27_a_seed_of_generate_goes_with_a_prompts_place() -> None:
+def test_26_a_seed_of_generate_goes_with_a_prompts_place() -> None:
     """With `seed=` a prompt's completion is fixed by the seed and its place in the list: moved, it draws anew.
 
     Around it: `SamplingParams(seed=...)`, which is that prompt's wherever it stands.
@@ -212,7 +198,7 @@ def test_27_a_seed_of_generate_goes_with_a_prompts_place() -> None:
     assert tokens(["A list", "B"], own) == tokens(["B", "A list"], own)
 
 
-def test_28_an_engine_of_default_limits_captures_many_graphs() -> None:
+def test_27_an_engine_of_default_limits_captures_many_graphs() -> None:
     """64 requests and graphs of up to 2,048 tokens, in 35 classes: `warm_up()` captures for seconds on a GPU, and for
     long on a CPU, where large tapes take memory too.
 
@@ -226,7 +212,7 @@ def test_28_an_engine_of_default_limits_captures_many_graphs() -> None:
     assert len(weft.make_ladder("none", weft.Limits(64, 2048))) == 0
 
 
-def test_29_a_change_of_parameters_that_torch_does_not_count_is_not_seen() -> None:
+def test_28_a_change_of_parameters_that_torch_does_not_count_is_not_seen() -> None:
     """An engine finds out that its parameters were changed in place by torch's own count, which leaves out what is done
     to `tensor.data`, `fused=True` optimizers, and what writes through an array or a kernel of one's own.
 

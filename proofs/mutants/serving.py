@@ -1,5 +1,6 @@
 """Planted bugs of the scheduler and of the pages."""
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,7 @@ from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.masks import RequestMask, compute_mask
-from weft.transforms.engine.pages import Pages, hash_page
+from weft.transforms.engine.pages import Pages
 from weft.transforms.engine.prompts import PromptContent
 from weft.transforms.engine.requests import HostState, Request, RequestState, end, preempt, salt
 from weft.transforms.engine.scheduler import observe
@@ -30,6 +31,7 @@ from weft.transforms.engine.step import Work, batch_positions
 from weft.transforms.engine.weights import Weights
 
 _SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
+_PAGES = "weft.transforms.engine.pages"
 _STEP, _INPUTS = "weft.transforms.engine.step", "weft.transforms.engine.inputs"
 
 
@@ -76,8 +78,8 @@ def _predicting() -> AbstractContextManager[Any]:
     return mock.patch.object(serving, "observe", observed)
 
 
-def _by_tokens_alone(_: bytes, token_ids: Sequence[int]) -> bytes:
-    return hash_page(b"", token_ids)
+def _by_tokens_alone(_: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _no_adapters(slots: Iterable[int]) -> int:
@@ -248,7 +250,7 @@ _LOADS = "weft.proofs.strategies.engine.engines"
 
 SERVING = (
     Mutant("a page is freed while another request holds it", _PAGED, replace(_REQUESTS, "Pages", _OwnersForgotten)),
-    Mutant("a page is known by its tokens alone", _PAGED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
+    Mutant("a page is known by its tokens alone", _PAGED, replace(_PAGES, "_digest", _by_tokens_alone)),
     Mutant(
         "a part of a page is found before it is computed", _PAGED, replace(_SCHEDULER, "_admit", _found_before_computed)
     ),

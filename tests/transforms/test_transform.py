@@ -149,7 +149,7 @@ def test_advance_is_lifted_over_what_some_stages_carry(transport: Any, whole: bo
         state, seen = made(params, state, x)
         assert int(state[0].own["calls"]) == calls
     assert_equal(LAW, seen, out)
-    assert_equal(LAW, (state[0].state, state[1]), plain(params, wanted, x)[0])
+    assert_equal(LAW, [state[0].state, state[1]], plain(params, wanted, x)[0])
 
 
 def test_one_inside_another_carries_both() -> None:

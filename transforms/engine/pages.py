@@ -153,7 +153,7 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
             ends with what else this page depends on: embeddings and positions
             (`weft.transforms.engine.prompts.PromptContent`).
     """
-    return hashlib.blake2b(before + b"|%d|" % len(token_ids) + array("q", token_ids).tobytes(), digest_size=16).digest()
+    return _digest(before, b"|%d|" % len(token_ids) + array("q", token_ids).tobytes())
 
 
 def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
@@ -166,6 +166,10 @@ def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[
     ids, size, found = array("q", token_ids), page_size * array("q").itemsize, list[bytes]()
     data, head = ids.tobytes(), b"|%d|" % page_size
     for start in range(0, len(ids) // page_size * size, size):
-        before = hashlib.blake2b(before + head + data[start : start + size], digest_size=16).digest()
+        before = _digest(before, head + data[start : start + size])
         found.append(before)
     return found
+
+
+def _digest(before: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(before + content, digest_size=16).digest()
