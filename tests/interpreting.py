@@ -13,7 +13,7 @@ import torch
 
 _TESTS = Path(__file__).parent
 _FOLDERS = (_TESTS, _TESTS / "lib" / "ops", _TESTS / "lib" / "ops" / "copying")
-"""Where the other processes find modules of tests."""
+"""The folders from which the other processes import test modules."""
 _SERVER = """
 import interpreted, json, os, signal, sys
 for request in map(json.loads, sys.stdin):

@@ -107,7 +107,7 @@ def load(
     checkpoint = open_checkpoint(path, call)
     config = pick_experts(experts, checkpoint.read_config(call, strict=strict), share[1], call=call)
     if kind is None and config.dtype not in FLOATS:
-        seen, instead = f"dtype {config.dtype}, by config.json", f"dtype= one of {', '.join(map(repr, DTYPES))}"
+        seen, instead = f"config.json has dtype {config.dtype}", f"dtype={' or dtype='.join(map(repr, DTYPES))}"
         raise RequestError(call, seen, instead)
     kind = kind or config.dtype
     layout = split_model(config, num_stages)[index]

@@ -25,7 +25,7 @@ from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import WHOLE, Share, share_fields, share_rows
 
 _ROWS = 4096
-"""Of a matrix that are compared at a time."""
+"""The number of rows of a matrix to compare at a time."""
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -312,7 +312,7 @@ def _check_names(files: Mapping[str, Path], needed: Iterable[str], config: Model
 
 
 def _check_tied(files: Mapping[str, Path], call: str) -> None:
-    """Raise CheckpointError unless the head that is stored, though it is tied, is the embedding."""
+    """Raise CheckpointError if the files hold a head that differs from the embedding that it is tied to."""
     with ExitStack() as stack:
         handles = _open_all((files[HEAD], files[EMBED]), "cpu", call, stack)
         head, embed = (handles[files[name]].get_slice(name) for name in (HEAD, EMBED))
@@ -320,7 +320,7 @@ def _check_tied(files: Mapping[str, Path], call: str) -> None:
         if same and all(torch.equal(head[row : row + _ROWS], embed[row : row + _ROWS]) for row in rows):
             return
     seen = f"{HEAD} is not {EMBED}, and config.json has tie_word_embeddings=true"
-    instead = "tie_word_embeddings=false in config.json, for the head that is stored; or files without it"
+    instead = "set it to false to use the head that is stored, or leave that head out of the files"
     raise CheckpointError(call, seen, instead)
 
 

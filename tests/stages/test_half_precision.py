@@ -26,7 +26,7 @@ LENGTHS = 100, 200, 300, 500
 
 
 def logprobs(model: Any, prompts: list[list[int]], device: str) -> Tensor:
-    """Of each token of the prompts but the first ones, as transformers has them."""
+    """The logprob that transformers gives each token of the prompts, without their first ones."""
     found = []
     for ids in prompts:
         given = torch.tensor([ids], device=device)

@@ -45,7 +45,7 @@ class Engine:
         pipeline: the number of stages that the layers are split into.
         tensor: the ranks that share each layer, each a process with its share (`weft.load(..., shard=...)`); those that
             share a stage are neighbours. None: as many as the model has shares.
-        graph: one of `weft.transforms.MODES`. On a GPU steps without a graph are padded as those of the default.
+        graph: one of `weft.transforms.MODES`. On a GPU, a step without a graph is padded as the default mode pads it.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
         run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
         num_logprobs: the most logprobs that a request may ask for; -1: those of all tokens.

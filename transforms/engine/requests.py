@@ -172,7 +172,7 @@ class RequestState:
     def hash_pages(self, page_size: int) -> None:
         """Hash the pages that known tokens fill."""
         first, last = len(self.page_hashes), len(self.tokens) // page_size
-        if last - first > 1 and self.request.given is None:
+        if first < last and self.request.given is None:
             before = self.page_hashes[-1] if first else salt(self.request, self.version)
             self.page_hashes += hash_pages(before, self.tokens[first * page_size : last * page_size], page_size)
         for index in range(len(self.page_hashes), last):

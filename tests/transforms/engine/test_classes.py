@@ -71,7 +71,7 @@ Said = dict[str, tuple[list[int], list[float], list[float]]]
 
 
 def completions(engine: Engine) -> Said:
-    """Of each request the tokens, their logprobs and those of the prompt."""
+    """Each request's tokens, their logprobs, and the logprobs of its prompt."""
     tracks = {output.id: output.track for output in engine}
     return {id: (track.token_ids, track.logprobs, track.prompt_logprobs) for id, track in tracks.items()}
 

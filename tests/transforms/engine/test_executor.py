@@ -1,11 +1,25 @@
 """What executors make of work, and use again."""
 
+from typing import Any
+
 import attrs
+import pytest
 import torch
 
+from weft.batch import Batch
+from weft.outputs import Output
 from weft.proofs.checks.difference import assert_equal
-from weft.transforms.engine.executor import BatchCache, Classes, _submission, _with_edits
-from weft.transforms.engine.step import Edits, Growth, Work
+from weft.transforms.engine.executor import (
+    BatchCache,
+    Classes,
+    PipelineExecutor,
+    StepExecutor,
+    _submission,
+    _with_edits,
+)
+from weft.transforms.engine.step import Edits, Growth, Work, is_advanced, with_edits
+from weft.transforms.graphs.ladder import Limits, make_ladder
+from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.session import Submission
 
 DECODE = Work(0, Edits(), ("a", "b"), (3, 1), (), (True, True), None)
@@ -24,6 +38,34 @@ def test_a_submission_is_what_a_session_would_make() -> None:
     cache = BatchCache(torch.device("cpu"), Classes(), _submission, _with_edits)
     for work in (DECODE, GROWS, DECODE, PROMPT):
         assert_same(cache(work), Submission.of(work.place("cpu")))
+
+
+LADDER = make_ladder("full_and_piecewise", Limits(4, 8))
+THREE = attrs.evolve(DECODE, requests=("a", "b", "c"), rows=(2, 1, 0), samples=(True,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("classes", "sizes"),
+    [(Classes(eager=LADDER), [(2, 2), (4, 4), (4, 4)]), (Classes(LADDER, LADDER), [(1, 2), (3, 3), (1, 3)])],
+    ids=["without graphs", "graphs, which pad by themselves"],
+)
+def test_batches_are_padded_where_no_graph_does_it(classes: Classes, sizes: list[tuple[int, int]]) -> None:
+    cache = BatchCache("cpu", classes, _submission, _with_edits)
+    works = PROMPT, THREE, attrs.evolve(PROMPT, token_ids=((5, 6, 7),))
+    found = [cache(work).batch.batch for work in works]
+    assert [(len(batch.rows), batch.descriptor.num_tokens) for batch in found] == sizes
+
+
+def test_what_a_padded_step_returned_is_cut() -> None:
+    def stage(_: Any, state: Any, batch: Batch, __: Any = None) -> tuple[Any, Output]:
+        return state, Output(token_ids=batch.rows, logprobs=batch.rows.float())
+
+    classes, step = Classes(eager=LADDER), pipeline([with_edits(stage)], advance=is_advanced)
+    executors = StepExecutor(stage, (), (), "cpu", classes), PipelineExecutor(step, (None,), (None,), "cpu", classes)
+    for executor in executors:
+        [(_, out)] = [*executor([THREE]), *executor.flush()]
+        assert out is not None
+        assert out.token_ids.tolist() == [2, 1, 0]
 
 
 def test_a_decode_of_the_same_rows_has_the_same_tensors() -> None:

@@ -1,7 +1,7 @@
 """Invalid arguments of an engine: an error names the argument, and nothing else changes."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_a_request_that_is_none_is_refused_and_leaves_nothing(case: str) -> None
 
 
 def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first() -> None:
-    """What was checked is not checked again, unless it may have changed since."""
+    """Equal parameters are checked once, and a dict, which may have changed, each time."""
     engine = Engine(small_model(), graph="none", num_logprobs=1)
     biased = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
     for sampling in (biased, SamplingParams(temperature=0.0, logprobs=1), SamplingParams(temperature=0.0, logprobs=1)):
@@ -49,21 +49,22 @@ def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first()
     engine.add([1], biased, max_tokens=2)
     assert engine.num_unfinished == 4
     for token, bias in ((99, 1.0), (5, math.nan), (-1, 1.0), (True, 1.0)):
-        biased = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
-        biased.logit_bias[token] = bias  # type: ignore[index]
+        changed: Any = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
+        changed.logit_bias[token] = bias
         with pytest.raises(RequestError, match=rf"SamplingParams\(logit_bias=.*{token}: "):
-            engine.add([1], biased, max_tokens=2)
+            engine.add([1], changed, max_tokens=2)
+    array: Any = np.zeros(2)
     with pytest.raises(RequestError, match="sampling is a ndarray"):
-        engine.add([1], np.zeros(2), max_tokens=2)  # type: ignore[arg-type]
+        engine.add([1], array, max_tokens=2)
 
 
 def test_what_a_user_does_to_parameters_later_changes_no_request() -> None:
     said = []
     for later in ({}, {4: 1000.0}):
-        engine, parameters = Engine(small_model(), graph="none"), SamplingParams(temperature=0.0)
+        engine, parameters = Engine(small_model(), graph="none"), cast("Any", SamplingParams(temperature=0.0))
         for _ in range(2):
             engine.add([1], parameters, max_tokens=3)
-        parameters.logit_bias.update(later)  # type: ignore[attr-defined]
+        parameters.logit_bias.update(later)
         said.append([output.token_ids for output in engine])
     assert said[0] == said[1]
 
