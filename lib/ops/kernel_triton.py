@@ -18,6 +18,11 @@ first, in all of its programs: the end of one kernel then implies the end of all
 written too soon. A kernel that has little left to do calls `release()`, and the next kernel's programs are placed; any
 earlier, they would crowd on the multiprocessors that are free first. A captured graph holds this as a kind of edge.
 
+A kernel for few tokens has few programs. It lets the next one's be placed `at_once`, before it waits itself, so that
+those of several kernels are there, one waiting for the other; and a product whose weights nothing writes
+(`weft.ops.constants`) asks for them before it waits. So the weights of the next products are on their way while this
+one's sums are formed. Nothing else is read before `begin()`.
+
 Import this module only where triton is installed.
 """
 
@@ -43,6 +48,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.torchapi.private import current_device
 
+FEW_TOKENS = 16
+"""The most tokens for which kernels are placed at once."""
 _MOST_THREADS = 8
 _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
@@ -186,8 +193,11 @@ def _finished(compiled: Any) -> Any:
 
 
 @triton.jit
-def begin():
-    """Wait for the end of the last kernel, and see what it wrote."""
+def begin(AT_ONCE: tl.constexpr = False):
+    """Wait for the end of the last kernel, and see what it wrote. AT_ONCE: first let the next kernel's programs be
+    placed."""
+    if AT_ONCE:
+        release()
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
 
@@ -197,6 +207,11 @@ def release():
     """Let the next kernel's programs be placed once every program of this kernel has called this or ended."""
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
+
+
+def at_once(tokens: int) -> bool:
+    """Whether a kernel for so many tokens has so few programs that the next kernel's fit beside them."""
+    return tokens <= FEW_TOKENS
 
 
 def early(x: Tensor) -> dict[str, bool]:

@@ -11,7 +11,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.constants import is_constant
+from weft.ops.kernel_triton import at_once, begin, early, kernel, release
 from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
 from weft.ops.products.fp8 import ceil_blocks
 from weft.ops.products.parts import num_parts
@@ -22,13 +23,15 @@ from weft.ops.tiles.tile import power_of_two
 def _norm_kernel(
     x, residual, weight, total, normed, values, scales, columns, stride, eps,
     PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
-    GROUPS: tl.constexpr, TYPE: tl.constexpr,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin()
-    token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < columns
+    if EARLY:  # nothing writes the weight
+        gain = tl.load(weight + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    begin(AT_ONCE)
+    token = tl.program_id(0).to(tl.int64)
     offsets = token * columns + column
     row = load_sum(x, offsets, inside, stride, PARTS, TYPE)
     if ADD:
@@ -37,7 +40,8 @@ def _norm_kernel(
         tl.store(total + offsets, row.to(TYPE), mask=inside)
     if NORM:
         mean = tl.sum(tl.sum(row * row, 1), 0) / columns
-        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        if not EARLY:
+            gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         row = (row * (1 / tl.sqrt(mean + eps)) * gain).to(TYPE).to(tl.float32)
         tl.store(normed + offsets, row.to(TYPE), mask=inside)
     release()
@@ -99,11 +103,13 @@ def _run(
     values = like.new_empty((tokens, columns), dtype=torch.float8_e4m3fn) if quantized else x
     scales = like.new_empty((tokens, ceil_blocks(columns)), dtype=torch.float32) if quantized else x
     groups = power_of_two(ceil_blocks(columns))
+    is_early = at_once(tokens) and weight is not None and is_constant(weight)
     with torch.cuda.device_of(x):
         if tokens:
             _norm_kernel[(tokens,)](
                 x, like, x if weight is None else weight, total, normed, values, scales, columns, tokens * columns, eps,
                 PARTS=num_parts(x), ADD=residual is not None, NORM=weight is not None, QUANTIZE=quantized,
-                GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype], num_warps=max(1, min(8, groups // 2)), **early(x),
+                GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype], AT_ONCE=at_once(tokens),
+                EARLY=is_early, num_warps=max(1, min(8, groups // 2)), **early(x),
             )  # fmt: skip
     return total, normed, values, scales

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.kernel_triton import at_once, begin, early, kernel, release
 from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8, load_sum
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
@@ -23,9 +23,9 @@ _ANGLES = 256
 def _rotary_kernel(
     qkv, q_norm, k_norm, cos, sin, slots, kv_pages, out, columns, stride, to_values, k_start, v_start, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    begin()
+    begin(AT_ONCE)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
@@ -90,7 +90,8 @@ def rotate_and_keep(
                 kv_pages.stride(0), *starts, eps,
                 HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=power_of_two(dim // 2), BLOCK=_HEADS,
                 NORM=q_norm is not None and k_norm is not None, PARTS=num_parts(qkv),
-                TYPE=TRITON_DTYPES[cos.dtype], FP8=kv_pages.dtype == torch.float8_e4m3fn, num_warps=4, **early(qkv),
+                TYPE=TRITON_DTYPES[cos.dtype], FP8=kv_pages.dtype == torch.float8_e4m3fn, AT_ONCE=at_once(tokens),
+                num_warps=4, **early(qkv),
             )  # fmt: skip
     return out
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import CaptureError, WeftError
+from weft.ops.constants import constant
 from weft.padding import inert, padded_shape
 from weft.torchapi.private import storage_id, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
@@ -134,6 +135,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         buffers = tuple(input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
     donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
+    kept = [x for x in call.reference_leaves[call.num_donated :] if isinstance(x, Tensor)]
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
     likes = (*call.reference_leaves, *call.copied_leaves)
@@ -148,15 +150,15 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         references = tree_unflatten(own[:count], call.reference_tree)
         copied = tree_unflatten(own[count:], tree)
         containers = containers_in(references | copied)
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad), constant(kept, donated):
             result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
         returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         if (changed := changed_container(containers)) is not None:
             seen = f"it changes its argument {changed} in place, which a replay does not do to the caller's"
             raise CaptureError(f"graphify({graphable.name})", seen, "return a new one with the new values")
         targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
-        donated = [targets[n] for n in graphable.roles.donated if n in targets]
-        return make_outputs(result, donated, call.reference_leaves)
+        own_targets = [targets[n] for n in graphable.roles.donated if n in targets]
+        return make_outputs(result, own_targets, call.reference_leaves)
 
     @contextmanager
     def restored(audit: Audit) -> Iterator[None]:

@@ -66,12 +66,13 @@ def combine_kernel(
     TYPE: tl.constexpr,
     SEGMENT: tl.constexpr,
     WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum.
 
     With SEGMENT > 0 a share is so many positions, and they are merged one after the other.
     """
-    begin()
+    begin(AT_ONCE)
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
     first = tl.load(query_start_loc + tl.num_programs(0)) + request * tl.num_programs(1) + query

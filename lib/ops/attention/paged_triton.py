@@ -27,7 +27,7 @@ from torch import Tensor
 from weft.ops.attention.block_triton import attend_block
 from weft.ops.attention.launch import SEGMENT, plan_launch
 from weft.ops.attention.output_triton import combine_kernel, zero_tokens
-from weft.ops.kernel_triton import begin, early, kernel
+from weft.ops.kernel_triton import at_once, begin, early, kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8
 from weft.ops.products.fp8 import empty_quantized
@@ -122,13 +122,14 @@ def attend_kernel(
     BLOCK_R: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
 
     `scale` includes log2(e), since powers are of 2. Without splits `shares` is the output; with splits `combine_kernel`
     reads it. Rows of padding are not read; in the output they are zeroed.
     """
-    begin()
+    begin(AT_ONCE)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request = tl.program_id(0)
     if SPLITS == 1:
@@ -295,6 +296,7 @@ def _launch_attend(
         BLOCK_R=1 if plan.one_block else _SEARCHED,
         SEGMENT=segment,
         SEGMENTS=num_shares,
+        AT_ONCE=at_once(tokens),
         num_warps=plan.warps,
         num_stages=plan.stages,
         # A mask between two operations keeps them from being fused, and so would change the bits.
@@ -319,6 +321,7 @@ def _launch_attend(
             TYPE=TRITON_DTYPES[q.dtype],
             SEGMENT=segment,
             WINDOW=window if segment else 0,
+            AT_ONCE=at_once(tokens),
             enable_fp_fusion=not batch_invariant,
             **early(q),
         )

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.kernel_triton import at_once, begin, early, kernel, release
 from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import power_of_two
@@ -31,9 +31,9 @@ _MANY = (4096, 16)
 def _route_kernel(
     logits, weights, experts, num_experts, stride, part_stride,
     PARTS: tl.constexpr, TYPE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    begin()
+    begin(AT_ONCE)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < num_experts
@@ -69,7 +69,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> 
             _route_kernel[(tokens,)](
                 logits, weights, experts, num_experts, num_experts, tokens * num_experts,
                 PARTS=num_parts(logits), TYPE=TRITON_DTYPES[dtype], TOP_K=top_k, SLOTS=power_of_two(top_k),
-                BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize,
+                BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize, AT_ONCE=at_once(tokens),
                 num_warps=1, **early(logits),
             )  # fmt: skip
     return weights, experts

@@ -5,14 +5,14 @@ tests; not in bfloat16, whose products Triton's interpreter computes wrongly
 (https://github.com/triton-lang/triton/issues/11584).
 """
 
-# Triton's decorators have no types, and neither have the pointers that a kernel takes.
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's decorators have no types, and neither have the pointers that a kernel takes; its tuples grow in a loop.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 
 import torch
 import triton
 import triton.language as tl
 
-from weft.ops.kernel_triton import INTERPRETED
+from weft.ops.kernel_triton import INTERPRETED, begin
 from weft.ops.products.fp8 import LEAST, MOST
 
 _MOST = tl.constexpr(MOST)
@@ -63,10 +63,47 @@ def quantize_rows(x):
 
 
 @triton.jit
+def _multiply_first(
+    x, x_scales, token, live, weight, scale, row, low, high, columns,
+    FP8: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose weights are asked for
+    before the activations are."""
+    # One tile in bfloat16. In FP8 each has a scale of its own.
+    WIDTH: tl.constexpr = COLUMNS if FP8 else TILES * COLUMNS
+    COUNT: tl.constexpr = TILES if FP8 else 1
+    step = low + tl.arange(0, WIDTH)
+    x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
+    w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
+    weights = ()
+    for i in tl.static_range(COUNT):
+        inside = step + i * WIDTH < high
+        weights += (tl.load(w_rows + i * WIDTH, mask=inside[None, :], other=0.0, cache_modifier=".cg"),)
+    if EARLY:
+        begin()
+    values = ()
+    for i in tl.static_range(COUNT):
+        inside = step + i * WIDTH < high
+        values += (tl.load(x_rows + i * WIDTH, mask=live[:, None] & inside[None, :], other=0.0),)
+    acc = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
+    if FP8:
+        blocks = tl.cdiv(columns, 128)
+        for i in tl.static_range(COUNT):
+            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
+            factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
+            by_row = tl.load(scale + row // 128 * blocks + block)
+            acc += tl.dot(weights[i], tl.trans(values[i])) * (by_row[:, None] * factor[None, :])
+    else:
+        acc = tl.dot(weights[0], tl.trans(values[0]), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def multiply(
     x, x_scales, token, live, weight, scale, row, low, high, columns,
     FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
+    AHEAD: tl.constexpr = 0, ALL: tl.constexpr = False, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """The product of weights and activations over the columns low:high, in float32.
 
@@ -79,12 +116,21 @@ def multiply(
         weight: `[…, columns]` of this expert; holds all of `row`.
         scale: the scales of this expert's weights, one for every 128 by 128.
         row: which rows of the weights.
+        AHEAD: the first tiles of columns, whose weights are asked for together; only with SWAP.
+        ALL: there are no other tiles.
+        EARLY: begin once they are asked for, because nothing writes the weights.
     """
+    if AHEAD:
+        first = _multiply_first(
+            x, x_scales, token, live, weight, scale, row, low, high, columns, FP8, COLUMNS, AHEAD, EARLY
+        )
+        if ALL:
+            return first
     step = tl.arange(0, COLUMNS)
     x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
     w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
-    acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
-    for k in range(low, high, COLUMNS):
+    acc = first if AHEAD else tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
+    for k in range(low + AHEAD * COLUMNS, high, COLUMNS):
         inside = (k + step < high)[None, :]
         w = tl.load(w_rows + k) if EVEN else tl.load(w_rows + k, mask=inside, other=0.0)
         a = tl.load(x_rows + k, mask=live[:, None] if EVEN else live[:, None] & inside, other=0.0)

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.kernel_triton import at_once, begin, early, kernel, release
 from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
 from weft.ops.products.fp8 import ceil_blocks
 from weft.ops.products.parts import num_parts
@@ -23,9 +23,9 @@ _MOST_GROUPS = 8
 @kernel()
 def _gate_kernel(
     x, out, scales, inner, stride,
-    PARTS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
+    PARTS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    begin()
+    begin(AT_ONCE)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -66,6 +66,6 @@ def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor
             _gate_kernel[(tokens, cdiv(ceil_blocks(inner), groups))](
                 x, out, scales, inner, 2 * tokens * inner,
                 PARTS=num_parts(x), QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[dtype],
-                num_warps=max(1, groups // 2), **early(x),
+                AT_ONCE=at_once(tokens), num_warps=max(1, groups // 2), **early(x),
             )  # fmt: skip
     return out, scales

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.ops.constants import is_constant
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import multiply
@@ -41,9 +42,12 @@ def _linear_kernel(
     x, x_scales, weight, scale, bias, out, tokens, rows, columns, share,
     FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr, SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, AHEAD: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin()
+    if EARLY:
+        release()  # the first tiles are asked for before it begins
+    else:
+        begin(AHEAD > 0)
     row_tile, token_tile = tl.program_id(0), tl.program_id(1)
     if GROUP > 1:  # programs that run at the same time share tiles of both, which stay in the cache
         row_tiles = tl.num_programs(0)
@@ -57,7 +61,7 @@ def _linear_kernel(
     low = part * share
     acc = multiply(
         x, x_scales, t, t < tokens, weight, scale, tl.minimum(n, rows - 1), low, tl.minimum(low + share, columns),
-        columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP,
+        columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP, AHEAD, ALL, EARLY,
     )  # fmt: skip
     if BIAS:  # added to the first part
         add = tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32) * (part == 0)
@@ -227,6 +231,8 @@ def run_tile(
                 out if bias is None else bias, out, tokens, rows, columns, share,
                 FP8=fp8, BIAS=bias is not None, EVEN=even,
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64, SEGMENTS=segments,
-                GROUP=_GROUP if token_tiles > 2 else 1, num_warps=tile.warps, num_stages=tile.stages, **early(x),
+                GROUP=_GROUP if token_tiles > 2 else 1,
+                AHEAD=tile.ahead, ALL=share <= tile.ahead * tile.columns, EARLY=tile.ahead > 0 and is_constant(weight),
+                num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip
     return out

@@ -17,6 +17,11 @@ from weft.ops.tiles.gpus import MEASURED, device
 from weft.ops.tiles.model import model
 from weft.ops.tiles.tile import Tile, cdiv, power_of_two, segment_columns
 
+_AT_ONCE = 2**24
+"""Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of other kernels."""
+_MOST_AHEAD, _MOST_PARTS, _PROGRAMS = 4, 16, 96
+"""Tiles of columns of a program that asks for all of its weights at once, the parts of such a product, and the programs
+for which it is cut into more of them."""
 FEW_TOKENS = 128
 """The most tokens for which the segments of a batch-invariant product have programs of their own."""
 
@@ -38,12 +43,28 @@ def scaled_mm_lacks() -> str | None:
 def linear_tile(tokens: int, rows: int, columns: int, fp8: bool, batch_invariant: bool = False) -> Tile | None:
     """The tile of a linear layer; None: torch's own product."""
     if not batch_invariant:
-        return _best(_rounded(tokens), tokens % 4 > 0, rows, columns, fp8)
+        best = _best(_rounded(tokens), tokens % 4 > 0, rows, columns, fp8)
+        return best if tokens > 16 or best is None or device() is None else _ahead(best, rows, columns, fp8)
     segments = linear_segments(rows, columns, fp8)
     parts = segments if tokens <= FEW_TOKENS else 1
     if device() is None:
         return attrs.evolve(_by_rule(tokens, rows, columns, fp8), parts=parts, segments=segments)
     return attrs.evolve(_best_of_parts(_rounded(tokens), rows, columns, fp8, parts), segments=segments)
+
+
+def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
+    """The tile of a product of few tokens, whose weights are on their way before the last kernel has ended.
+
+    If all weights fit on the multiprocessors at once, each program asks for all of its own. The model knows times of
+    products by themselves, which wait for no other kernel.
+    """
+    steps, ahead = cdiv(columns, 128), _MOST_AHEAD
+    if rows * columns * (1 if fp8 else 2) > _AT_ONCE or steps > _MOST_PARTS * ahead:
+        return attrs.evolve(best, ahead=128 // best.columns)
+    while ahead > 1 and cdiv(rows, 64) * cdiv(steps, ahead) < _PROGRAMS:
+        ahead //= 2
+    parts = min(cdiv(steps, ahead), _MOST_PARTS)
+    return Tile(64, 16, 128, 4, 1, parts, ahead=power_of_two(cdiv(steps, parts)))
 
 
 def _rounded(tokens: int) -> int:

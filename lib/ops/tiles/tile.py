@@ -20,6 +20,8 @@ class Tile:
         sort: whether the pairs are sorted by expert beforehand; of experts.
         segments: into which a batch-invariant product splits the columns: each is summed by itself, and their sums are
             added first to last, by one program, or by the next kernel where the parts are as many.
+        ahead: the first tiles of columns, whose weights a program asks for together, and before the last kernel has
+            ended if nothing writes them; of a linear layer of few tokens.
     """
 
     rows: int
@@ -30,6 +32,7 @@ class Tile:
     parts: int = 1
     sort: bool = False
     segments: int = 1
+    ahead: int = 0
 
 
 def power_of_two(n: int) -> int:
