@@ -13,10 +13,9 @@ _CONSTANT: ContextVar[frozenset[int]] = ContextVar("weft.constant", default=froz
 
 
 @contextlib.contextmanager
-def constant(tensors: Iterable[Tensor], written: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, nothing writes the storages of `tensors`, but for those that one of `written` shares."""
-    ids = frozenset(map(storage_id, tensors)) - set(map(storage_id, written))
-    token = _CONSTANT.set(ids)
+def constant(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which nothing writes the storages of these tensors."""
+    token = _CONSTANT.set(frozenset(map(storage_id, tensors)))
     try:
         yield
     finally:
@@ -28,7 +27,7 @@ def is_constant(tensor: Tensor) -> bool:
 
     >>> import torch
     >>> weight = torch.ones(2, 2)
-    >>> with constant([weight], []):
+    >>> with constant([weight]):
     ...     is_constant(weight.t()), is_constant(weight.clone())
     (True, False)
     """

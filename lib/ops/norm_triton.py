@@ -28,9 +28,12 @@ def _norm_kernel(
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < columns
-    if EARLY:  # nothing writes the weight
+    if not EARLY:
+        begin(AT_ONCE)
+    if NORM:
         gain = tl.load(weight + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    begin(AT_ONCE)
+    if EARLY:  # nothing writes the weight
+        begin(AT_ONCE)
     token = tl.program_id(0).to(tl.int64)
     offsets = token * columns + column
     row = load_sum(x, offsets, inside, stride, PARTS, TYPE)
@@ -40,8 +43,6 @@ def _norm_kernel(
         tl.store(total + offsets, row.to(TYPE), mask=inside)
     if NORM:
         mean = tl.sum(tl.sum(row * row, 1), 0) / columns
-        if not EARLY:
-            gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         row = (row * (1 / tl.sqrt(mean + eps)) * gain).to(TYPE).to(tl.float32)
         tl.store(normed + offsets, row.to(TYPE), mask=inside)
     release()

@@ -37,7 +37,8 @@ _WIDTH = 78
 
 @attrs.frozen
 class Kernel:
-    """A kernel: its launches per step, and its microseconds per step."""
+    """A kernel: its launches per step, and its microseconds per step; those in which an earlier one still ran are left
+    out, so that they add up to the step."""
 
     name: str
     launches: float
@@ -138,36 +139,44 @@ def _timed(engine: Engine) -> float:
     return (time.perf_counter() - start) * 1e3 / _STEPS
 
 
+Totals = dict[str, list[float]]
+"""By name, how often and for how many microseconds."""
+
+
 def _summed(profiler: Any, given: Any, requests: int, ms: float) -> Profile:
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    spans = []
-    for event in profiler.events():
-        if event.device_type.name == "CUDA":
-            totals[event.name][0] += 1
-            totals[event.name][1] += event.time_range.elapsed_us()
-            spans.append((event.time_range.start, event.time_range.end, event.name))
-    busy, gaps = _gaps(sorted(spans))
-    busy_ms = busy / 1e3 / _STEPS
+    events = (event for event in profiler.events() if event.device_type.name == "CUDA")
+    kernels, gaps = _kernels_and_gaps([(e.time_range.start, e.time_range.end, e.name) for e in events])
+    busy_ms = sum(us for _, us in kernels.values()) / 1e3 / _STEPS
     asked = given.preset, given.graph, given.batch_invariant, requests, given.context
-    return Profile(*asked, ms, busy_ms, 1 - busy_ms / ms, _longest(totals), _longest(gaps))
+    return Profile(*asked, ms, busy_ms, 1 - busy_ms / ms, _longest(kernels), _longest(gaps))
 
 
-def _longest(totals: dict[str, list[float]]) -> tuple[Kernel, ...]:
+def _longest(totals: Totals) -> tuple[Kernel, ...]:
     found = sorted(totals.items(), key=lambda item: -item[1][1])
     return tuple(Kernel(name, count / _STEPS, us / _STEPS) for name, (count, us) in found)
 
 
-def _gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[float, dict[str, list[float]]]:
-    """The microseconds covered by spans in order, and the number and length of the gaps before each name."""
-    covered, reached = 0.0, spans[0][0]
-    gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+def _kernels_and_gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[Totals, Totals]:
+    """Of spans (start, end, name) the time that each name adds to those before it, and the gaps before each name.
+
+    Kernels that are placed early start before those that they wait for have ended.
+
+    >>> kernels, gaps = _kernels_and_gaps([(0, 4, "a"), (1, 6, "b"), (9, 10, "a")])
+    >>> dict(kernels), dict(gaps)
+    ({'a': [2, 5], 'b': [1, 2]}, {'a': [1, 3]})
+    """
+    kernels: Totals = defaultdict(lambda: [0, 0])
+    gaps: Totals = defaultdict(lambda: [0, 0])
+    spans = sorted(spans, key=lambda span: span[1])  # in the order of their ends
+    reached = min(start for start, *_ in spans)
     for start, end, name in spans:
         if start > reached:
             gaps[name][0] += 1
             gaps[name][1] += start - reached
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered, gaps
+        kernels[name][0] += 1
+        kernels[name][1] += end - max(start, reached)
+        reached = end
+    return kernels, gaps
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -150,15 +150,15 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         references = tree_unflatten(own[:count], call.reference_tree)
         copied = tree_unflatten(own[count:], tree)
         containers = containers_in(references | copied)
-        with torch.set_grad_enabled(grad), constant(kept, donated):
+        with torch.set_grad_enabled(grad), constant(kept):
             result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
         returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         if (changed := changed_container(containers)) is not None:
             seen = f"it changes its argument {changed} in place, which a replay does not do to the caller's"
             raise CaptureError(f"graphify({graphable.name})", seen, "return a new one with the new values")
         targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
-        own_targets = [targets[n] for n in graphable.roles.donated if n in targets]
-        return make_outputs(result, own_targets, call.reference_leaves)
+        donated = [targets[n] for n in graphable.roles.donated if n in targets]
+        return make_outputs(result, donated, call.reference_leaves)
 
     @contextmanager
     def restored(audit: Audit) -> Iterator[None]:

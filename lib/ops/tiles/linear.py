@@ -79,7 +79,8 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
     gpu = device()
     if gpu is None:
         return _by_rule(tokens, rows, columns, fp8) if fp8 else None
-    has_library = not fp8 or (scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
+    # torch's product waits for the last kernel, and the next for it: a tile is better where reads are short.
+    has_library = tokens > 16 if not fp8 else (scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
     choices = [*candidates(tokens, rows, columns, fp8), *([None] if has_library else [])]
     costs = model(fp8).costs(tokens, rows, columns, choices, gpu)
     if fp8 and has_library and is_padded:

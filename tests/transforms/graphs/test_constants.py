@@ -1,0 +1,137 @@
+"""What is constant while a function runs, and products that read it before the last kernel has ended."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft import graphify
+from weft.ops.constants import is_constant
+from weft.ops.experts.products import run_experts
+from weft.ops.experts.routing import route
+from weft.ops.norm import add_rms_norm_quantized, rms_norm
+from weft.ops.products.fp8 import ceil_blocks
+from weft.ops.products.gate import silu_mul, silu_mul_quantized
+from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.parts import sum_parts
+
+TOKENS = (1, 2, 5, 16, 17)
+WIDTHS = ((1024, 3072), (960, 2560), (4096, 14336), (384, 80))
+"""Hidden and inner columns: all weights at once, in tiles of 128 that do not divide them, in a loop, and few."""
+
+
+@pytest.fixture
+def known() -> dict[str, bool]:
+    """Which tensors were constant while a function ran."""
+    return {}
+
+
+def test_only_arguments_by_reference_that_are_not_donated_are_constant(known: dict[str, bool]) -> None:
+    outside = torch.ones(3)
+
+    @graphify(donate_argnames="state", reference_argnames=("params",))
+    def step(params: dict[str, Tensor], state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        made, copied = params["w"] * 2, params["w"].clone()
+        tensors = {"w": params["w"], "view": params["w"][1:], "state": state, "x": x}
+        tensors |= {"made": made, "copied": copied, "outside": outside}
+        known.update((name, is_constant(tensor)) for name, tensor in tensors.items())
+        return x + made + outside, state + 1
+
+    w = torch.arange(3.0)
+    result, _ = step({"w": w}, torch.zeros(3), torch.ones(3))
+    assert torch.equal(result, 2 + 2 * w)
+    assert {name for name, is_so in known.items() if is_so} == {"w", "view"}
+    assert len(known) == 7
+    assert not is_constant(w)
+
+
+def test_nothing_is_constant_in_a_function_that_is_not_captured(known: dict[str, bool]) -> None:
+    def step(params: Tensor, x: Tensor) -> Tensor:
+        known["params"] = is_constant(params)
+        return params + x
+
+    step(torch.ones(2), torch.ones(2))
+    assert known == {"params": False}
+
+
+def block(params: dict[str, Any], x: Tensor) -> Tensor:
+    """Three gated blocks, in which products follow one another closely, and some weights are made just before."""
+    total = x
+    for i in range(3):
+        up, down = params["up"] if i < 2 else params["up"] * 0.5, params["down"]
+        normed = rms_norm(total, params["gain"], 1e-6)
+        inner = silu_mul(linear(normed, up), x.dtype)
+        total = total + sum_parts(linear(inner, down), x.dtype)
+    return total
+
+
+def quantized_block(params: dict[str, Any], x: Tensor) -> Tensor:
+    added = torch.zeros_like(x)
+    for _ in range(3):
+        _, normed, x = add_rms_norm_quantized(added, x, params["gain"], 1e-6)
+        up = fp8_linear(normed, *params["up"], dtype=x.dtype)
+        added = fp8_linear(silu_mul_quantized(up, x.dtype), *params["down"], dtype=x.dtype)
+    return x + sum_parts(added, x.dtype)
+
+
+def chosen_experts(params: dict[str, Any], x: Tensor) -> Tensor:
+    """Three blocks of experts; the second product follows the first, and both the choice."""
+    for _ in range(3):
+        weights, experts = route(linear(x, params["router"]), 4, True, x.dtype)
+        (up, up_scale), (down, down_scale) = params["up"], params["down"]
+        scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+        added = run_experts(x, up, down, weights, experts, **scales, dtype=x.dtype, num_experts=len(up))
+        x = rms_norm(x + sum_parts(added, x.dtype), params["gain"], 1e-6)
+    return x
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight in FP8, as if each block had been multiplied by 2."""
+    blocks = [*weight.shape[:-2], *(ceil_blocks(size) for size in weight.shape[-2:])]
+    return (weight * 2).to(torch.float8_e4m3fn), torch.full(blocks, 0.5, device=weight.device)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def assert_equal_when_replayed(function: Any, params: dict[str, Any], hidden: int) -> None:
+    """20 replays for each number of tokens, after a parameter was just written."""
+    replay = graphify(function, reference_argnames="params")
+    for tokens in TOKENS:
+        replay(params, randn(tokens, hidden))
+        for _ in range(20):
+            x = randn(tokens, hidden)
+            params["gain"].mul_(-1.0)
+            torch.testing.assert_close(replay(params, x), function(params, x), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "x".join(map(str, widths)))
+def test_products_that_ask_for_weights_early_have_the_bits_of_those_that_wait(
+    widths: tuple[int, int], fp8: bool
+) -> None:
+    hidden, inner = widths
+    torch.manual_seed(0)
+    plain = {"up": randn(2 * inner, hidden) / hidden**0.5, "down": randn(hidden, inner) / inner**0.5}
+    params = in_blocks_if(fp8, plain) | {"gain": 1 + randn(hidden) / 8}
+    assert_equal_when_replayed(quantized_block if fp8 else block, params, hidden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("widths", [(512, 768), (1024, 1536)], ids=["all columns", "in a loop"])
+def test_the_second_product_of_experts_asks_early_and_has_the_same_bits(widths: tuple[int, int], fp8: bool) -> None:
+    hidden, inner = widths
+    torch.manual_seed(0)
+    plain = {"up": randn(32, 2 * inner, hidden) / hidden**0.5, "down": randn(32, hidden, inner) / inner**0.5}
+    params = in_blocks_if(fp8, plain) | {"gain": 1 + randn(hidden) / 8, "router": randn(32, hidden)}
+    if not fp8:
+        params |= {name: (weight, None) for name, weight in plain.items()}
+    assert_equal_when_replayed(chosen_experts, params, hidden)
+
+
+def in_blocks_if(fp8: bool, weights: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: in_blocks(weight) if fp8 else weight for name, weight in weights.items()}
