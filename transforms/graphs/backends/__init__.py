@@ -64,9 +64,6 @@ class Backend(Protocol):
         sources, tables of copies. On a GPU it is on the back end's own stream, so that no other stream gets the memory
         of a dropped graph while a replay still uses it."""
 
-    def changed(self, fn: Callable[[], Any]) -> Callable[[], Any]:
-        """`fn` as it is captured: for a run that compiles its kernels."""
-
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> Recording:
         """Run `fn` under `audit`, once or more, and return the recording.
 
