@@ -97,7 +97,7 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
-    """vLLM and weft alive on one GPU, pass by pass in turn; and the back end of one kernel, against separate ones."""
+    """vLLM and weft alive on one GPU, pass by pass in turn."""
     record = read("h200-vllm")
     for run in record.data["runs"]:
         for row in run["table"] if len(run["engines_alive"]) > 1 else ():
@@ -109,18 +109,6 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
             unit = "tokens/s, prompts included" if row["unit"] == _TOTAL else "tokens/s"
             peer = f"vLLM {record.data['peer']['version']}: {theirs}; {row['ratio']:.2f} times, by medians"
             yield record.row(what, f"{ours} {unit}", peer, "1 GPU")
-    record = read("h200-persistent")
-    found = defaultdict(list)
-    for row in record.data["serving"]:
-        found[row["backend"]].append(row["output_tokens_per_s"])
-    what = 'Qwen3-0.6B, bfloat16: 1 request, 2 in, 512 out, `full_decode_only`, `backend="persistent"`'
-    one, other = (f"{span(found[name], '{:,.0f}')} tokens/s" for name in ("persistent", "cuda"))
-    yield record.row(what, one, f'`backend="cuda"` on the same GPU: {other}', "1 GPU")
-    for preset in ("qwen3-0.6b", "llama-3.2-1b"):
-        own, separate = (row for row in record.data["steps"] if row["preset"] == preset)
-        what = f'{MODELS[preset]}: a decode step of 1 request, context 256, `backend="persistent"`'
-        against = f'{separate["ms"]:.2f} ms and {separate["launches"]} launches: `backend="cuda"` on the same GPU'
-        yield record.row(what, f"{own['ms']:.2f} ms, {own['launches']} launches", against, "1 GPU")
 
 
 def equality_rows() -> Iterator[tuple[str, ...]]:

@@ -32,7 +32,6 @@ Import this module only where triton is installed.
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -164,22 +163,6 @@ def compiling() -> Iterator[None]:
                 _ASKED.reset(token)
         for future in [workers.submit(_make_launcher, compiled) for compiled in asked.values()]:
             future.result()
-
-
-@contextlib.contextmanager
-def before_launches(call: Callable[[], None]) -> Iterator[None]:
-    """A context in which `call` is called before each launch of a kernel of Triton in this thread."""
-    chain, own = triton.knobs.runtime.launch_enter_hook, threading.get_ident()
-
-    def hook(*_: Any) -> None:
-        if threading.get_ident() == own:
-            call()
-
-    chain.add(hook)
-    try:
-        yield
-    finally:
-        chain.remove(hook)
 
 
 def _make_launcher(compiled: Any) -> None:

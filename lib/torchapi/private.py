@@ -389,10 +389,3 @@ def storage_id(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
-
-
-def is_composite(func: Any) -> bool:
-    """Whether an operator is written in terms of others, each of which autograd and dispatch modes see by itself; in
-    inference mode they see it whole."""
-    name = func._schema.name + (f".{overload}" if (overload := func._schema.overload_name) else "")
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))

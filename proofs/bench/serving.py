@@ -33,7 +33,6 @@ from weft.transforms.cli.options import WORKLOADS, Bench
 from weft.transforms.cli.ranks import Here, in_ranks, open_model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import measure
-from weft.transforms.graphs.backends import NAMES
 from weft.transforms.graphs.ladder import MODES
 
 _PROMPTS, _MORE = 64, 64
@@ -62,7 +61,6 @@ class Plan:
     repeats: int
     check: int
     batch_invariant: bool
-    backend: str | None = None
 
     def input_lens(self) -> list[int]:
         """The distinct lengths of prompts."""
@@ -96,7 +94,7 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
-        engine, started = start_engine(here, plan.options(options, mode, *longest), model, plan.backend)
+        engine, started = start_engine(here, plan.options(options, mode, *longest), model)
         for name in plan.workloads if mode in plan.modes else ():
             wanted = plan.options(options, mode, *plan.lengths[name])
             for index, row in enumerate(measure(engine, workload_of(wanted), started, repeats=plan.repeats)):
@@ -181,7 +179,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer (1)")
     parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
     parser.add_argument("--batch-invariant", action="store_true", help="also with the same bits in any batch")
-    parser.add_argument("--backend", choices=NAMES, help="of graphify (cuda on a GPU, else tape)")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if given.check and {*given.modes} == {"none"}:
@@ -190,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
     options = Bench(preset=given.preset, pp=given.pp, tp=given.tp, transport=given.transport)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
-    often = given.repeats, given.check, given.batch_invariant, given.backend
+    often = given.repeats, given.check, given.batch_invariant
     plan = Plan(given.modes, given.workloads, given.requests, lengths, *often)
     rows = in_ranks(run, options, options, plan)
     compared_rows = [row for row in rows if "equal" in row]

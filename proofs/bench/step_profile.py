@@ -28,7 +28,6 @@ from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, open_model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.graphs.backends import NAMES
 from weft.transforms.pipelines.transports.local import Local
 
 _STEPS = 24
@@ -111,9 +110,7 @@ def profile_prompts(given: Any, num_tokens: int) -> Profile:
 
 def _engine(given: Any, limits: EngineLimits) -> Engine:
     options = Bench(preset=given.preset, batch_invariant=given.batch_invariant)
-    return Engine(
-        open_model(options, Here(Local(), 1, "cuda")), limits, graph=given.graph, seed=0, backend=given.backend
-    )
+    return Engine(open_model(options, Here(Local(), 1, "cuda")), limits, graph=given.graph, seed=0)
 
 
 def _add(engine: Engine, requests: int, prompt_len: int, max_tokens: int) -> None:
@@ -187,7 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of each request, about")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", help="of a step, instead of a decode step")
     parser.add_argument("--graph", default="full_decode_only", help="the graph mode")
-    parser.add_argument("--backend", choices=NAMES, help="of graphify (cuda)")
     parser.add_argument("--batch-invariant", action="store_true", help="with the same bits in any batch")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)

@@ -70,7 +70,7 @@ MISTAKES = {
         DeviceError,
         "graphify(..., backend='cudagraph')",
         "an unknown back end",
-        "backend='tape', 'cuda', 'persistent' or None",
+        "backend='tape', 'cuda' or None",
     ),
     "graphify: a call in place of a function": Mistake(
         lambda: weft.graphify(f(X)),

@@ -1,11 +1,8 @@
-"""L1, L2, L5 and L7 of a decoder with each attention back end, in bfloat16 with heads that all of them have; and of one
-whose graphs have persistent kernels."""
+"""L1, L2, L5 and L7 of a decoder with each attention back end, in bfloat16 with heads that all of them have."""
 
-from collections import Counter
 from typing import Any
 
 import attrs
-import hypothesis
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -24,7 +21,6 @@ from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
 from weft.transforms.engine.step import graph_step, model_ladder
-from weft.transforms.graphs.backends.persistent import Fuser
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_map
 
@@ -81,12 +77,11 @@ def ladder_of(scenario: OfBackend, mode: str) -> Any:
     return model_ladder(mode, Limits(len(scenario.prompts), max(most, len(scenario.prompts))), functions)
 
 
-def check_modes(scenario: OfBackend, device: str, captured_by: str | None = None) -> None:
-    """L1, L5, L7: whole graphs and pieces, by a back end of `graphify`, give bitwise what the step gives at the padded
-    class that was chosen."""
+def check_modes(scenario: OfBackend, device: str) -> None:
+    """L1, L5, L7: whole graphs and pieces give bitwise what the step gives at the padded class that was chosen."""
     params, eager = scenario.params(1, device), whole(scenario)
     for mode in ("full_and_piecewise", "piecewise"):
-        graph = graph_step(whole(scenario), ladder_of(scenario, mode), captured_by)
+        graph = graph_step(whole(scenario), ladder_of(scenario, mode), None)
         state, other = scenario.state(1, device), scenario.state(1, device)
         for batch in scenario.batches(device):
             decision = graph.explain(params, other, batch).decision
@@ -121,50 +116,3 @@ def test_laws_of_a_back_end(law: Any, name: str, device: str) -> None:
         law(scenario, device)
 
     check()
-
-
-def check_close(scenario: OfBackend, device: str) -> None:
-    """L1 of persistent kernels on a GPU, whose sums have another order: the logits are those of the step up to that, as
-    long as the same tokens were sampled."""
-    params, eager = scenario.params(1, device), whole(scenario)
-    graph = graph_step(whole(scenario), ladder_of(scenario, "full_and_piecewise"), "persistent")
-    state, other = scenario.state(1, device), scenario.state(1, device)
-    for batch in scenario.batches(device):
-        state, out = eager(params, state, batch)
-        other, seen = graph(params, other, batch)
-        worst = (seen.logits - out.logits).abs().max()
-        assert worst <= 0.03 * out.logits.abs().max(), f"{batch.descriptor}: {worst} of {out.logits.abs().max()}"
-        if not torch.equal(seen.token_ids, out.token_ids):
-            break
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_persistent_kernels_are_close(device: str) -> None:
-    @settings(max_examples=30 if device == "cuda" else 3)
-    @given(of_backend("triton" if device == "cuda" else "reference"))
-    def check(scenario: OfBackend) -> None:
-        config = attrs.evolve(scenario.config, hidden_size=128, intermediate_size=256, head_dim=32)
-        check_close(attrs.evolve(scenario, config=config), device)
-
-    check()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_laws_of_persistent_kernels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    instructions, run = Counter[str](), Fuser._run_program
-
-    def noted(self: Fuser, matched: Any) -> None:
-        instructions.update(type(each.instruction).__name__ for each in matched)
-        run(self, matched)
-
-    monkeypatch.setattr(Fuser, "_run_program", noted)
-
-    @hypothesis.seed(seed)
-    @settings(max_examples=10)
-    @given(of_backend("reference"), st.sampled_from((64, 80)), st.sampled_from((16, 64)))
-    def check(scenario: OfBackend, hidden: int, inner: int) -> None:
-        config = attrs.evolve(scenario.config, hidden_size=hidden, intermediate_size=inner, head_dim=16)
-        check_modes(attrs.evolve(scenario, config=config), "cpu", "persistent")
-
-    check()
-    assert {"Linear", "Norm", "Attend"} == instructions.keys()

@@ -78,13 +78,10 @@ def _bench(here: Here, options: Bench) -> dict[str, Any]:
     return found
 
 
-def start_engine(
-    here: Here, options: Bench, opened: Model | None = None, backend: str | None = None
-) -> tuple[Engine, RankFigures]:
-    """An engine with all its graphs captured, by a back end of `graphify`, and how long each part took; of a model that
-    may be `opened` before."""
+def start_engine(here: Here, options: Bench, opened: Model | None = None) -> tuple[Engine, RankFigures]:
+    """An engine with all its graphs captured, and how long each part took; of a model that may be `opened` before."""
     graph, length = options.graphs[0], sum(options.lengths)
-    make = partial(make_engine, options, here, graph=graph, max_model_len=length, backend=backend)
+    make = partial(make_engine, options, here, graph=graph, max_model_len=length)
     return start(lambda: opened or open_model(options, here), make)
 
 

@@ -251,15 +251,9 @@ def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
 
 
 def make_engine(
-    options: Bench,
-    here: Here,
-    model: Model,
-    graph: str,
-    max_model_len: int,
-    num_cohorts: int | None = None,
-    backend: str | None = None,
+    options: Bench, here: Here, model: Model, graph: str, max_model_len: int, num_cohorts: int | None = None
 ) -> Engine:
-    """The engine that the options ask for, in one of the graph modes, captured by a back end of `graphify`."""
+    """The engine that the options ask for, in one of the graph modes."""
     limits = EngineLimits(
         max_num_reqs=options.max_num_seqs,
         max_num_tokens=options.tokens_per_step,
@@ -274,6 +268,5 @@ def make_engine(
         transport=here.transport,
         run_ahead=options.run_ahead,
         seed=options.seed,
-        backend=backend,
         speculation=open_drafts(options, here),
     )

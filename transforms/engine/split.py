@@ -51,13 +51,10 @@ class Split:
 
     def check(self, call: str, model: Model, backend: str | None = None) -> None:
         """Raise ProgramError unless the model is this rank's share, in a process of its own, and the back end of its
-        graphs is one for its device, and leaves room for the kernels that wait for other ranks."""
+        graphs is one for its device."""
         if backend == "cuda" and torch.device(model.device).type != "cuda":
             instead = 'backend=None; or weft.load(..., device="cuda")'
             raise ProgramError(call, f"backend='cuda', and a model on '{model.device}'", instead)
-        if backend == "persistent" and self.is_distributed:
-            wrong = "backend='persistent', whose kernels need a whole GPU, beside kernels that wait for other ranks"
-            raise ProgramError(call, wrong, "backend=None, or all stages in one process")
         index, num_shards = model.shard
         seen: Any = None
         if num_shards != self.num_shards:

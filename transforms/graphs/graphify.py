@@ -75,10 +75,7 @@ def graphify(
         static_argnames: arguments with hashable values that are not tensors; they are part of the key.
         reference_argnames: arguments that are captured by reference and not copied: a call with tensors at other
             addresses is a miss. None: `params`, if there is such an argument.
-        backend: `cuda`, `tape`, or None to choose by the device of the arguments. `persistent` is the one of these two
-            that fits, with weft's operators on a single token in one kernel wherever four instructions or more follow
-            one another: faster for one model that was measured, and slower for another. Its sums have another order on
-            a GPU, so results may differ from the function's in their last bits there.
+        backend: `cuda`, `tape`, or None to choose by the device of the arguments.
         outputs: `safe`: results are copies, which no later call changes. `borrow`: results are the graph's own buffers,
             which the next replay overwrites, for a caller that has finished with them before it calls again
             (`weft.check_borrowed()` finds a use after that).

@@ -16,7 +16,7 @@ from weft.torchapi.private import (
     storage_id,
 )
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.operators import ONLY_MEMORY, tensors_in
+from weft.transforms.graphs.backends.operators import tensors_in
 from weft.transforms.graphs.cache import Cache
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call
@@ -153,12 +153,11 @@ def _result_text(leaf: Any, reference: int | None, writer: Writer, names: Sequen
 
 
 class _Zeros(OperatorWatch):
-    """Makes weft's operators return zeros, because no kernel writes their results, and empty memory zeros, too: they
-    are valid as any index."""
+    """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index."""
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.pass_on(func, args, kwargs)
-        if func.namespace == "weft" or func.overloadpacket in ONLY_MEMORY:
+        if func.namespace == "weft":
             inputs = {storage_id(x) for x in tensors_in(args, kwargs)}
             for output in tensors_in(result):
                 if storage_id(output) not in inputs:
@@ -176,7 +175,7 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
         return
     from weft.ops.kernel_triton import compiling  # imported here so that weft imports on machines without triton
 
-    backend = cache.backend_for(call)
+    device = cache.backend_for(call).device
     # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes would be counted.
     input_buffers = InputBufferPool()
     missing = [rung for rung in cache.rungs(call) if cache.find(cache.key(call, rung)) is None]
@@ -184,5 +183,5 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
         for rung in missing:
             with contextlib.suppress(torch.OutOfMemoryError):
                 prepared = prepare(graphable, call, rung.descriptor, input_buffers)
-                with prepared.restored(audit_of(graphable, prepared, backend.device)), _Zeros():
-                    backend.changed(prepared.run)()
+                with prepared.restored(audit_of(graphable, prepared, device)), _Zeros():
+                    prepared.run()

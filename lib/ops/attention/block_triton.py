@@ -132,18 +132,18 @@ def _attend_range(
         whole = lo + (seen - lo) // KEYS * KEYS
         if WINDOW:
             edge = tl.minimum(lo + tl.cdiv(tl.maximum(end - WINDOW - lo, 0), KEYS) * KEYS, whole)
-            m, s, acc = attend_tiles(
-                m, s, acc, queries, position, kv_pages, values, table, tl.program_id(1), lo, edge, scale,
+            m, s, acc = _attend_tiles(
+                m, s, acc, queries, position, kv_pages, values, table, lo, edge, scale,
                 KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
             )  # fmt: skip
             lo = edge
-        m, s, acc = attend_tiles(
-            m, s, acc, queries, position, kv_pages, values, table, tl.program_id(1), lo, whole, scale,
+        m, s, acc = _attend_tiles(
+            m, s, acc, queries, position, kv_pages, values, table, lo, whole, scale,
             KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, False,
         )  # fmt: skip
         lo = whole
-    return attend_tiles(
-        m, s, acc, queries, position, kv_pages, values, table, tl.program_id(1), lo, hi, scale,
+    return _attend_tiles(
+        m, s, acc, queries, position, kv_pages, values, table, lo, hi, scale,
         KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def _share(first, length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def attend_tiles(
+def _attend_tiles(
     m,
     s,
     acc,
@@ -166,7 +166,6 @@ def attend_tiles(
     kv_pages,
     values,
     table,
-    kv_head,
     lo,
     hi,
     scale,
@@ -187,7 +186,7 @@ def attend_tiles(
             page = tl.load(table + at // PAGE_SIZE, mask=at < hi, other=0).to(tl.int64)
         else:
             page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
-        offset = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
+        offset = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + tl.program_id(1)) * DIM
         where = kv_pages + offset[:, None] + dim[None, :]
         if MASKED or DIM < DIMS:
             # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.

@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from persistent_cases import Case, make_program
 from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
 from weft.ops import norm, requests, rotary
 from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
-from weft.ops.persistent.program import operands_of
 from weft.ops.products import fp8, gate, leaves, linear, lora
 from weft.ops.products.fp8 import reference_quantize
 from weft.ops.sampling import sample
@@ -83,12 +81,6 @@ NOBODY = Nobody()
 END = MEMBER = transfer.register(NOBODY)
 
 
-def run_persistent(dtype: torch.dtype) -> Args:
-    """A program of three instructions."""
-    given = operands_of(make_program(Case((3, 0)), dtype)[:3])
-    return list(given.reads), list(given.writes), given.text
-
-
 def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     """Calls of each operator in this dtype."""
     generator = torch.Generator().manual_seed(0)
@@ -143,7 +135,6 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
             (torch.ones(4, 2), MEMBER, str(effect))
             for effect in (AllReduce((0, 1)), AllGather((0, 1), dim=1), ReduceScatter((0, 1)), AllToAll((0, 1)))
         ],
-        "run_persistent": [run_persistent(dtype)],
         "recv": [([torch.zeros(2), torch.zeros(3)], END, 0, 7)],
         "resolve_tokens": [
             (rows, integers(5, -1, -1, 2), starts, integers(3, 4, 0), integers(7, 8, 9),

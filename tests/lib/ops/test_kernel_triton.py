@@ -1,6 +1,5 @@
 """Launches of kernels reuse a compiled kernel for arguments of the same kinds, and for no others."""
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +10,10 @@ from hypothesis import given, strategies as st
 
 pytest.importorskip("triton")
 
-from triton import knobs
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
-from weft.ops.kernel_triton import Kernel, before_launches
+from weft.ops.kernel_triton import Kernel
 
 PARAMS = ("x", "y", "size", "BLOCK", "EVEN")
 
@@ -143,16 +141,3 @@ def test_what_gives_nothing_back_is_launched_each_time() -> None:
     for _ in range(3):
         Kernel(Interpreted())[(2,)](1, BLOCK=4)
     assert launched == [((2,), (1,), {"BLOCK": 4})] * 3
-
-
-def test_a_launch_is_announced_to_its_own_thread_inside_the_context() -> None:
-    """Triton calls this chain before each launch."""
-    launched, calls = knobs.runtime.launch_enter_hook, list[int]()
-    with before_launches(lambda: calls.append(len(calls))):
-        launched(None)
-        elsewhere = threading.Thread(target=launched, args=(None,))
-        elsewhere.start()
-        elsewhere.join()
-        launched(None)
-    launched(None)
-    assert calls == [0, 1]

@@ -83,7 +83,7 @@ def test_backends_by_name() -> None:
     with pytest.raises(DeviceError) as error:
         graphify(twice, backend="tap")(X)
     assert error.value.call == "graphify(..., backend='tap')"
-    assert error.value.instead == "backend='tape', 'cuda', 'persistent' or None"
+    assert error.value.instead == "backend='tape', 'cuda' or None"
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="this machine has no CUDA device"):
             graphify(twice, backend="cuda")(X)

@@ -11,7 +11,7 @@ from weft.errors import DeviceError
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 
-NAMES = ("tape", "cuda", "persistent")
+NAMES = ("tape", "cuda")
 """The names that `graphify(..., backend=...)` takes."""
 
 
@@ -64,9 +64,6 @@ class Backend(Protocol):
         sources, tables of copies. On a GPU it is on the back end's own stream, so that no other stream gets the memory
         of a dropped graph while a replay still uses it."""
 
-    def changed(self, fn: Callable[[], Any]) -> Callable[[], Any]:
-        """`fn` as it is captured: for a run that compiles its kernels."""
-
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> Recording:
         """Run `fn` under `audit`, once or more, and return the recording.
 
@@ -101,22 +98,15 @@ def cuda_device(tensors: Iterable[Tensor]) -> torch.device | None:
 
 def no_backend(name: Any) -> DeviceError:
     """The error for a name that is not in `NAMES`."""
-    return DeviceError(
-        f"graphify(..., backend={name!r})", "an unknown back end", "backend='tape', 'cuda', 'persistent' or None"
-    )
+    return DeviceError(f"graphify(..., backend={name!r})", "an unknown back end", "backend='tape', 'cuda' or None")
 
 
 def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     """Make the back end `name`; None stands for `cuda` if any of the tensors is on a CUDA device, and for `tape` if
-    not. `persistent` is one of these two, in which runs of operators are programs."""
+    not."""
     from weft.transforms.graphs.backends.cuda import CudaBackend
     from weft.transforms.graphs.backends.tape import TapeBackend
 
-    tensors = list(tensors)
-    if name == "persistent":
-        from weft.transforms.graphs.backends.persistent import PersistentBackend
-
-        return PersistentBackend(make_backend(None, tensors))
     on_cuda = cuda_device(tensors)
     if name is None:
         name = "cuda" if on_cuda is not None else "tape"

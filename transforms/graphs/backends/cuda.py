@@ -147,10 +147,6 @@ class CudaBackend:
             # Also after a refusal, because the restored values must be written after those of the run.
             current.wait_stream(self.stream)
 
-    def changed(self, fn: Callable[[], Any]) -> Callable[[], Any]:
-        """`fn` itself."""
-        return fn
-
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
         with self.allocating():
             return self._capture(fn, audit, split_at)

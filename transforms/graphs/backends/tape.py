@@ -237,9 +237,6 @@ class TapeBackend:
     def allocating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def changed(self, fn: Callable[[], Any]) -> Callable[[], Any]:
-        return fn
-
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
         with torch.no_grad():
             if not self._warm:
