@@ -27,6 +27,7 @@ def _rotary_kernel(
 ):  # fmt: skip
     begin(AT_ONCE)
     token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
     kv_head = (head - HEADS) % KV_HEADS
@@ -52,7 +53,6 @@ def _rotary_kernel(
     query = out + (token * HEADS + head)[:, None] * DIM + pair[None, :]
     tl.store(query, turned_left, mask=inside & is_q[:, None])
     tl.store(query + DIM // 2, turned_right, mask=inside & is_q[:, None])
-    slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         kept = inside & (head >= HEADS)[:, None]
         page = kv_pages + tl.where(is_v, to_values, 0)[:, None]

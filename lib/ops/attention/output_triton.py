@@ -75,20 +75,27 @@ def combine_kernel(
     begin(AT_ONCE)
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
-    first = tl.load(query_start_loc + tl.num_programs(0)) + request * tl.num_programs(1) + query
-    zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)
-    start = tl.load(query_start_loc + request)
-    inside = start + query < tl.load(query_start_loc + request + 1)
+    # All that does not depend on another value is asked for before any of it is waited for.
+    start, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
+    seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + tl.num_programs(0))
+    inside = start + query < end
     token = (start + query).to(tl.int64)
-    live = inside & (tl.load(seq_lens + request) > 0)
-    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
-    release()
+    slot = tl.load(slot_mapping + token, mask=inside, other=-1)
     dim = tl.arange(0, DIMS)
     cell = token * heads + head + tl.arange(0, 1)
+    if SEGMENT == 0:
+        part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
+        there = tl.arange(0, SPLITS) < tl.where(inside, SPLITS, 0)
+        m = tl.load(maxima + part, mask=there, other=float("-inf"))
+        s = tl.load(sums + part, mask=there, other=0.0)
+        mask = there[:, None] & (dim < DIM)[None, :]
+        share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+    live = inside & (seq_len > 0) & (slot >= 0)
+    release()
     result = tl.zeros([1, DIMS], tl.float32)
     if live:
         if SEGMENT > 0:
-            position = tl.load(seq_lens + request) - tl.load(query_start_loc + request + 1) + token
+            position = seq_len - end + token
             oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
             m = tl.full([1], float("-inf"), tl.float32)
             total = tl.zeros([1], tl.float32)
@@ -98,13 +105,12 @@ def combine_kernel(
                 m, total, result = merge(m, total, result, tl.load(maxima + part), tl.load(sums + part), share)
             result = result / tl.where(total == 0, 1.0, total)[:, None]
         else:
-            part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
-            m = tl.load(maxima + part)
             base = tl.max(m, axis=0)
             weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
-            total = tl.sum(weight * tl.load(sums + part), axis=0)
-            mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
-            share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+            total = tl.sum(weight * s, axis=0)
+            share = tl.where((weight > 0)[:, None], share, 0.0)
             result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
     if inside:
         store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
+    first = total_tokens + request * tl.num_programs(1) + query
+    zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)

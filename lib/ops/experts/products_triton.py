@@ -21,13 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.constants import is_constant
 from weft.ops.experts import products_many_triton
 from weft.ops.experts.routing_triton import Aligned, align, find_expert, scan
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import TRITON_DTYPES, multiply, quantize_rows
-from weft.ops.tiles.experts import SCAN_PAIRS, expert_tile, following_tile
+from weft.ops.tiles.experts import SCAN_PAIRS, expert_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, power_of_two
 
 
@@ -73,7 +72,6 @@ def _expert_tile(
     x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, share, inner, tokens,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
-    AHEAD: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of an expert's product with some pairs, stored."""
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -85,7 +83,7 @@ def _expert_tile(
     n = _rows(tile, inner, GATED, ROWS, WIDTH)
     acc = multiply(
         x, x_scales, source, live, w, s, n, leaf * share, (leaf + 1) * share, columns, FP8, QUANTIZE, EVEN, ROWS,
-        TOKENS, COLUMNS, True, AHEAD, ALL, EARLY,
+        TOKENS, COLUMNS, True,
     )  # fmt: skip
     release()
     if GATED:
@@ -100,19 +98,14 @@ def _expert_kernel(
     columns, share, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
-    PAIRS: tl.constexpr, AHEAD: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr, LEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of an expert's rows with its pairs, over the `share` columns of a leaf; `inner` is the number of
     the result's columns.
 
-    With PAIRS > 0, a power of two no less than the number of pairs, each program finds its own pairs. LEADS: the next
-    kernel is placed once this one has begun. EARLY: it is such a one, and so what this one reads first, the choice of
-    experts, was there before the last kernel began.
+    With PAIRS > 0, a power of two no less than the number of pairs, each program finds its own pairs.
     """
-    if not EARLY:
-        begin()
-    if LEADS:
-        release()
+    begin()
     tokens = pairs // TOP_K
     if PAIRS > 0:
         expert, count = find_expert(experts, first_expert, pairs, num_experts, PAIRS)
@@ -120,7 +113,7 @@ def _expert_kernel(
             pair, live = scan(experts, first_expert + expert, pairs, start, PAIRS, TOKENS)
             _expert_tile(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, share, inner,
-                tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE, AHEAD, ALL, EARLY,
+                tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
             )  # fmt: skip
     else:
         expert = tl.load(owners + tl.program_id(0))
@@ -129,10 +122,7 @@ def _expert_kernel(
             _expert_tile(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, tl.maximum(pair, 0), pair >= 0, columns,
                 share, inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
-                AHEAD, ALL, EARLY,
             )  # fmt: skip
-    if EARLY:
-        begin()  # also where there was nothing to do
 
 
 def run_experts(
@@ -157,7 +147,6 @@ def run_experts(
     (tokens, top_k), (_, doubled, hidden) = experts.shape, gate_up.shape
     up_tile = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
     down_tile = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
-    down_tile = following_tile(down_tile, doubled // 2)
     given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, num_experts
     return run_tiles(*given, up_tile, down_tile, leaves)
 
@@ -187,10 +176,8 @@ def run_tiles(
         if not tokens:
             return out
         aligned = align(experts, held, up_tile.tokens, first) if up_tile.sort else None
-        unsorted = not up_tile.sort and not down_tile.sort
-        leads = unsorted and down_tile.ahead > 0 and not leaves and is_constant(down)
         middle, middle_scales = launch_gate_up(
-            values.contiguous(), scales, gate_up, gate_up_scale, experts, aligned, dtype, up_tile, first, leads
+            values.contiguous(), scales, gate_up, gate_up_scale, experts, aligned, dtype, up_tile, first
         )
         if not down_tile.sort:
             aligned = None
@@ -199,9 +186,7 @@ def run_tiles(
         # With many pairs in a tile, each is quantised once here, instead of in every program that reads it.
         if scales is not None and middle_scales is None and down_tile.tokens >= 64:
             middle, middle_scales = quantize(middle)
-        launch_down(
-            middle, middle_scales, down, down_scale, weights, experts, aligned, out, down_tile, first, leaves, leads
-        )
+        launch_down(middle, middle_scales, down, down_scale, weights, experts, aligned, out, down_tile, first, leaves)
     return out
 
 
@@ -215,15 +200,14 @@ def launch_gate_up(
     dtype: torch.dtype,
     tile: Tile,
     first: int = 0,
-    leads: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`silu(gate) * up` of all pairs with the experts from `first` on; quantised, with scales, if a tile holds a whole
-    block of columns. `leads`: the next kernel is `launch_down` with `follows`."""
+    block of columns."""
     inner, pairs = weight.shape[1] // 2, experts.numel()
     fp8_out = scale is not None and tile.rows == 256 and not products_many_triton.takes(tile, weight)
     out = x.new_empty((pairs, inner), dtype=torch.float8_e4m3fn if fp8_out else dtype)
     out_scales = x.new_empty((pairs, inner // 128), dtype=torch.float32) if fp8_out else None
-    _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype, first, leads=leads)
+    _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype, first)
     return out, out_scales
 
 
@@ -239,14 +223,10 @@ def launch_down(
     tile: Tile,
     first: int = 0,
     leaves: int = 0,
-    follows: bool = False,
 ) -> None:
     """The way down of all pairs with the experts from `first` on, weighted, into the parts `out`, those of each leaf
-    one after another. `follows`: the last kernel is `launch_gate_up` with `leads`, and nothing writes the weights."""
-    _launch(
-        x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype, first, leaves,
-        follows=follows,
-    )  # fmt: skip
+    one after another."""
+    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype, first, leaves)
 
 
 def _launch(
@@ -263,9 +243,6 @@ def _launch(
     dtype: torch.dtype,
     first: int,
     leaves: int = 0,
-    *,
-    leads: bool = False,
-    follows: bool = False,
 ) -> None:
     """One product: tokens with gates and ups if `weights` is None, else pairs with the way down."""
     if products_many_triton.takes(tile, weight):
@@ -286,6 +263,5 @@ def _launch(
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
         FP8_OUT=out_scales is not None, TYPE=TRITON_DTYPES[dtype],
         PAIRS=0 if aligned is not None else max(SCAN_PAIRS, power_of_two(pairs)),
-        AHEAD=tile.ahead, ALL=share <= tile.ahead * tile.columns, EARLY=follows, LEADS=leads,
         num_warps=tile.warps, num_stages=tile.stages, **early(x),
     )  # fmt: skip

@@ -65,7 +65,7 @@ def quantize_rows(x):
 @triton.jit
 def _multiply_first(
     x, x_scales, token, live, weight, scale, row, low, high, columns,
-    FP8: tl.constexpr, QUANTIZE: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    FP8: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose weights are asked for
     before the activations are."""
@@ -90,13 +90,9 @@ def _multiply_first(
         blocks = tl.cdiv(columns, 128)
         for i in tl.static_range(COUNT):
             block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
+            factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
             by_row = tl.load(scale + row // 128 * blocks + block)
-            if QUANTIZE:
-                given, factor = quantize_rows(values[i].to(tl.float32))
-            else:
-                given = values[i]
-                factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
-            acc += tl.dot(weights[i], tl.trans(given)) * (by_row[:, None] * factor[None, :])
+            acc += tl.dot(weights[i], tl.trans(values[i])) * (by_row[:, None] * factor[None, :])
     else:
         acc = tl.dot(weights[0], tl.trans(values[0]), acc, input_precision="ieee")
     return acc
@@ -126,7 +122,7 @@ def multiply(
     """
     if AHEAD:
         first = _multiply_first(
-            x, x_scales, token, live, weight, scale, row, low, high, columns, FP8, QUANTIZE, COLUMNS, AHEAD, EARLY
+            x, x_scales, token, live, weight, scale, row, low, high, columns, FP8, COLUMNS, AHEAD, EARLY
         )
         if ALL:
             return first

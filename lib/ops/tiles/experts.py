@@ -8,19 +8,14 @@ import functools
 import json
 from pathlib import Path
 
-import attrs
-
 from weft.ops.tiles.gpus import device
-from weft.ops.tiles.tile import Tile, cdiv, power_of_two
+from weft.ops.tiles.tile import Tile, cdiv
 
 MEASURED = Path(__file__).parent / "experts.json"
 """Lists of `{"tokens": the most tokens, "tile": the fields of a Tile}`, by product."""
 
 SCAN_PAIRS = 64
 """The (token, expert) pairs for which a program that finds its expert's tokens itself is made at least."""
-
-_ALL_COLUMNS = 1024
-"""The most columns whose weights a program asks for all at once."""
 
 _FEW_PAIRS = 4
 """The most pairs that are not sorted, for shapes that were not measured."""
@@ -50,16 +45,6 @@ def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
 def _measured_tile(key: str, tokens: int) -> Tile | None:
     """The best tile, if these shapes were measured for this many tokens."""
     return next((tile for most, tile in measured().get(key, {}).items() if tokens <= most), None)
-
-
-def following_tile(tile: Tile, columns: int) -> Tile:
-    """A tile of the second product as one whose first weights, or all, are on their way before the first has ended, if
-    pairs are not sorted."""
-    if tile.sort or tile.columns != 128:
-        return tile
-    if tile.rows <= 128 and columns <= _ALL_COLUMNS:
-        return Tile(64, tile.tokens, 128, 4, 1, ahead=power_of_two(cdiv(columns, 128)))
-    return attrs.evolve(tile, ahead=1)
 
 
 @functools.lru_cache(maxsize=4096)

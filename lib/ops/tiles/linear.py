@@ -19,7 +19,7 @@ from weft.ops.tiles.tile import Tile, cdiv, power_of_two, segment_columns
 
 _AT_ONCE = 2**24
 """Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of other kernels."""
-_MOST_AHEAD, _MOST_PARTS, _PROGRAMS = 4, 16, 96
+_MOST_AHEAD, _MOST_PARTS, _PROGRAMS = 4, 16, 64
 """Tiles of columns of a program that asks for all of its weights at once, the parts of such a product, and the programs
 for which it is cut into more of them."""
 FEW_TOKENS = 128

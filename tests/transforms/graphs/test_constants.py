@@ -11,7 +11,7 @@ from weft.ops.constants import is_constant
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
 from weft.ops.norm import add_rms_norm_quantized, rms_norm
-from weft.ops.products.fp8 import ceil_blocks
+from weft.ops.products.fp8 import ceil_blocks, quantize
 from weft.ops.products.gate import silu_mul, silu_mul_quantized
 from weft.ops.products.linear import fp8_linear, linear
 from weft.ops.products.parts import sum_parts
@@ -81,7 +81,8 @@ def chosen_experts(params: dict[str, Any], x: Tensor) -> Tensor:
         weights, experts = route(linear(x, params["router"]), 4, True, x.dtype)
         (up, up_scale), (down, down_scale) = params["up"], params["down"]
         scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-        added = run_experts(x, up, down, weights, experts, **scales, dtype=x.dtype, num_experts=len(up))
+        given = x if up_scale is None else quantize(x)
+        added = run_experts(given, up, down, weights, experts, **scales, dtype=x.dtype, num_experts=len(up))
         x = rms_norm(x + sum_parts(added, x.dtype), params["gain"], 1e-6)
     return x
 
