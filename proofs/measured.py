@@ -114,12 +114,13 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
 def equality_rows() -> Iterator[tuple[str, ...]]:
     """Rows that count the greedy completions equal to those of eager steps."""
     ends = ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")
-    checks = ((MODELS[preset], f"h200-check-{preset}", "1 GPU", "") for preset in ("qwen3-0.6b", "llama-3.2-1b"))
+    checks = ((MODELS[preset], f"h100-check-{preset}", "1 H100", "") for preset in ("qwen3-0.6b", "llama-3.2-1b"))
     for model, name, machine, _ in (*SERVED, ends, *checks):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):
             more = ", their ends included" if name.endswith("ends") else ""
-            what = f"{model}: greedy completions of 128 tokens after {row['input_len']}, `{row['mode']}`{more}"
+            length = row["tokens"] // row["prompts"]
+            what = f"{model}: greedy completions of {length} tokens after {row['input_len']}, `{row['mode']}`{more}"
             figure = f"{row['equal']} of {row['prompts']} equal; {row['same']:,} of {row['tokens']:,} tokens"
             yield record.row(what, figure, f"`{row['against']}` in the same run", machine)
 
