@@ -14,14 +14,16 @@ Early placement (programmatic dependent launch, sm_90 and later:
 https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html): a kernel's
 programs are placed while the last kernel's still run, and wait there for its end. A step of hundreds of short kernels
 then does not pay for the start of each one. Every kernel that is launched with the options of `early` calls `begin()`
-first, in all of its programs: the end of one kernel then implies the end of all before it, and nothing is read or
-written too soon. A kernel that has little left to do calls `release()`, and the next kernel's programs are placed; any
-earlier, they would crowd on the multiprocessors that are free first. A captured graph holds this as a kind of edge.
+in all of its programs, before it reads what a kernel may have written, or writes anything: the end of one kernel then
+implies the end of all before it, and nothing is read or written too soon. A kernel that has little left to do calls
+`release()`, and the next kernel's programs are placed; any earlier, they would crowd on the multiprocessors that are
+free first. A captured graph holds this as a kind of edge.
 
 A kernel for few tokens has few programs. It lets the next one's be placed `at_once`, before it waits itself, so that
-those of several kernels are there, one waiting for the other; and a product whose weights nothing writes
+those of several kernels are there, one waiting for the other; and a product or a norm whose weights nothing writes
 (`weft.ops.constants`) asks for them before it waits. So the weights of the next products are on their way while this
-one's sums are formed. Nothing else is read before `begin()`.
+one's sums are formed. Such loads pass by the L1 cache, which may hold older bytes. Nothing else is read before
+`begin()`.
 
 Import this module only where triton is installed.
 """
@@ -45,10 +47,9 @@ from tqdm.auto import tqdm
 from triton.language.target_info import cuda_capability_geq
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.ops.tiles.tile import FEW_TOKENS
 from weft.torchapi.private import current_device
 
-FEW_TOKENS = 16
-"""The most tokens for which kernels are placed at once."""
 _MOST_THREADS = 8
 _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
@@ -193,7 +194,7 @@ def release():
 
 
 def at_once(tokens: int) -> bool:
-    """Whether a kernel for so many tokens has so few programs that the next kernel's fit beside them."""
+    """Whether a kernel for so many tokens lets the next one's programs be placed at once."""
     return tokens <= FEW_TOKENS
 
 

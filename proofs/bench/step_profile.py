@@ -37,7 +37,7 @@ _WIDTH = 78
 @attrs.frozen
 class Kernel:
     """A kernel: its launches per step, and its microseconds per step; those in which an earlier one still ran are left
-    out, so that they add up to the step."""
+    out, so that they add up to the time in which the device was busy."""
 
     name: str
     launches: float
@@ -161,18 +161,20 @@ def _kernels_and_gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[Totals
     >>> kernels, gaps = _kernels_and_gaps([(0, 4, "a"), (1, 6, "b"), (9, 10, "a")])
     >>> dict(kernels), dict(gaps)
     ({'a': [2, 5], 'b': [1, 2]}, {'a': [1, 3]})
+    >>> kernels, gaps = _kernels_and_gaps([(0, 1, "a"), (2, 10, "copy"), (5, 6, "b")])
+    >>> dict(kernels), dict(gaps)
+    ({'a': [1, 1], 'copy': [1, 8], 'b': [1, 0]}, {'copy': [1, 1]})
     """
     kernels: Totals = defaultdict(lambda: [0, 0])
     gaps: Totals = defaultdict(lambda: [0, 0])
-    spans = sorted(spans, key=lambda span: span[1])  # in the order of their ends
     reached = min(start for start, *_ in spans)
-    for start, end, name in spans:
+    for start, end, name in sorted(spans):
         if start > reached:
             gaps[name][0] += 1
             gaps[name][1] += start - reached
         kernels[name][0] += 1
-        kernels[name][1] += end - max(start, reached)
-        reached = end
+        kernels[name][1] += max(0, end - max(start, reached))
+        reached = max(reached, end)
     return kernels, gaps
 
 

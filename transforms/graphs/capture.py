@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from weft.torchapi.private import storage_id, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
+from weft.transforms.graphs.calls.aliasing import Storages
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
 from weft.transforms.graphs.calls.key import OF_OTHERS
@@ -135,7 +136,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         buffers = tuple(input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
     donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
-    kept = [x for x in call.reference_leaves[call.num_donated :] if isinstance(x, Tensor)]
+    kept = _unwritten(graphable, donated, call.reference_leaves[call.num_donated :])
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
     likes = (*call.reference_leaves, *call.copied_leaves)
@@ -182,6 +183,16 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         restored=restored,
         rewind=state.rewind,
     )
+
+
+def _unwritten(graphable: Graphable, donated: Sequence[Tensor], leaves: Iterable[Any]) -> list[Tensor]:
+    """The leaves by reference that the function cannot write: the audit refuses what writes them, but for collectives,
+    and the memory of a donated one may be theirs too."""
+    if graphable.collectives:
+        return []
+    storages = Storages(donated)
+    tensors = (x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
+    return [x for x in tensors if not storages.meet(x)]
 
 
 def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> Audit:

@@ -15,14 +15,14 @@ from weft.ops.tiles.candidates import candidates
 from weft.ops.tiles.formula import COPY_SECONDS
 from weft.ops.tiles.gpus import MEASURED, device
 from weft.ops.tiles.model import model
-from weft.ops.tiles.tile import Tile, cdiv, power_of_two, segment_columns
+from weft.ops.tiles.tile import FEW_TOKENS, Tile, cdiv, power_of_two, segment_columns
 
-_AT_ONCE = 2**24
+_RESIDENT = 2**24
 """Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of other kernels."""
 _MOST_AHEAD, _MOST_PARTS, _PROGRAMS = 4, 16, 64
 """Tiles of columns of a program that asks for all of its weights at once, the parts of such a product, and the programs
 for which it is cut into more of them."""
-FEW_TOKENS = 128
+_SEGMENT_TOKENS = 128
 """The most tokens for which the segments of a batch-invariant product have programs of their own."""
 
 
@@ -44,9 +44,9 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool, batch_invariant
     """The tile of a linear layer; None: torch's own product."""
     if not batch_invariant:
         best = _best(_rounded(tokens), tokens % 4 > 0, rows, columns, fp8)
-        return best if tokens > 16 or best is None or device() is None else _ahead(best, rows, columns, fp8)
+        return best if tokens > FEW_TOKENS or best is None or device() is None else _ahead(best, rows, columns, fp8)
     segments = linear_segments(rows, columns, fp8)
-    parts = segments if tokens <= FEW_TOKENS else 1
+    parts = segments if tokens <= _SEGMENT_TOKENS else 1
     if device() is None:
         return attrs.evolve(_by_rule(tokens, rows, columns, fp8), parts=parts, segments=segments)
     return attrs.evolve(_best_of_parts(_rounded(tokens), rows, columns, fp8, parts), segments=segments)
@@ -59,12 +59,12 @@ def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
     products by themselves, which wait for no other kernel.
     """
     steps, ahead = cdiv(columns, 128), _MOST_AHEAD
-    if rows * columns * (1 if fp8 else 2) > _AT_ONCE or steps > _MOST_PARTS * ahead:
+    if rows * columns * (1 if fp8 else 2) > _RESIDENT or steps > _MOST_PARTS * ahead:
         return attrs.evolve(best, ahead=128 // best.columns)
     while ahead > 1 and cdiv(rows, 64) * cdiv(steps, ahead) < _PROGRAMS:
         ahead //= 2
-    parts = min(cdiv(steps, ahead), _MOST_PARTS)
-    return Tile(64, 16, 128, 4, 1, parts, ahead=power_of_two(cdiv(steps, parts)))
+    share = cdiv(steps, min(cdiv(steps, ahead), _MOST_PARTS))
+    return Tile(64, 16, 128, 4, 1, cdiv(steps, share), ahead=power_of_two(share))  # every part has columns
 
 
 def _rounded(tokens: int) -> int:
@@ -80,7 +80,9 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
     if gpu is None:
         return _by_rule(tokens, rows, columns, fp8) if fp8 else None
     # torch's product waits for the last kernel, and the next for it: a tile is better where reads are short.
-    has_library = tokens > 16 if not fp8 else (scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
+    has_library = (
+        tokens > FEW_TOKENS if not fp8 else (scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
+    )
     choices = [*candidates(tokens, rows, columns, fp8), *([None] if has_library else [])]
     costs = model(fp8).costs(tokens, rows, columns, choices, gpu)
     if fp8 and has_library and is_padded:

@@ -4,6 +4,9 @@ import attrs
 
 from weft.errors import DescriptorError
 
+FEW_TOKENS = 16
+"""The most tokens for which a kernel lets the next one be placed at once, and a product asks for weights early."""
+
 
 @attrs.frozen
 class Tile:
@@ -20,8 +23,8 @@ class Tile:
         sort: whether the pairs are sorted by expert beforehand; of experts.
         segments: into which a batch-invariant product splits the columns: each is summed by itself, and their sums are
             added first to last, by one program, or by the next kernel where the parts are as many.
-        ahead: the first tiles of columns, whose weights a program asks for together, and before the last kernel has
-            ended if nothing writes them; of a linear layer of few tokens.
+        ahead: the first tiles of columns, a power of two, or 0, whose weights a program asks for together, and before
+            the last kernel has ended if nothing writes them; of a linear layer of few tokens.
     """
 
     rows: int

@@ -133,6 +133,8 @@ def parts() -> list[Case]:
     for tokens, rows, columns, tile in (
         (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
         (66, 72, 512, Tile(64, 64, 128, 4, 2, parts=4)),
+        (2, 72, 900, Tile(64, 16, 64, 4, 2, parts=2, ahead=2)),  # two of eight tiles of columns ahead of a loop
+        (5, 72, 900, Tile(64, 16, 128, 4, 1, parts=2, ahead=4)),  # all of them
     ):
         x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
         split = (x, None, weight, None, bias, torch.float32)

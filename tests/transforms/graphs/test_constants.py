@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +47,42 @@ def test_only_arguments_by_reference_that_are_not_donated_are_constant(known: di
     assert not is_constant(w)
 
 
+def test_what_shares_the_memory_of_a_donated_argument_is_not_constant(known: dict[str, bool]) -> None:
+    """Two storages over one array."""
+    array = np.arange(8.0, dtype=np.float32)
+    state, w = torch.from_numpy(array[:6]), torch.from_numpy(array[4:])
+
+    @graphify(donate_argnames="state", reference_argnames=("params",))
+    def step(params: Tensor, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        known["params"] = is_constant(params)
+        return x + 1, state + 1
+
+    step(w, state, torch.ones(3))
+    assert known == {"params": False}
+
+
+def test_nothing_is_constant_where_collectives_may_write(known: dict[str, bool]) -> None:
+    @graphify(reference_argnames=("params",), collectives=True)
+    def step(params: Tensor, x: Tensor) -> Tensor:
+        known["params"] = is_constant(params)
+        return x + params
+
+    step(torch.ones(3), torch.ones(3))
+    assert known == {"params": False}
+
+
+def test_nothing_is_constant_after_an_error() -> None:
+    w = torch.ones(3)
+
+    @graphify(reference_argnames=("params",))
+    def step(params: Tensor, x: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        step(w, torch.ones(3))
+    assert not is_constant(w)
+
+
 def test_nothing_is_constant_in_a_function_that_is_not_captured(known: dict[str, bool]) -> None:
     def step(params: Tensor, x: Tensor) -> Tensor:
         known["params"] = is_constant(params)
@@ -56,11 +93,15 @@ def test_nothing_is_constant_in_a_function_that_is_not_captured(known: dict[str,
 
 
 def block(params: dict[str, Any], x: Tensor) -> Tensor:
-    """Three gated blocks, in which products follow one another closely, and some weights are made just before."""
+    """Three gated blocks; the last one's gain and weights are made by the kernels just before they are read."""
     total = x
     for i in range(3):
-        up, down = params["up"] if i < 2 else params["up"] * 0.5, params["down"]
-        normed = rms_norm(total, params["gain"], 1e-6)
+        gain, up, down = params["gain"], params["up"], params["down"]
+        if i == 2:
+            gain = rms_norm(gain[None], gain, 1e-6)[0]
+        normed = rms_norm(total, gain, 1e-6)
+        if i == 2:
+            up = rms_norm(up, torch.ones_like(gain), 1e-6)
         inner = silu_mul(linear(normed, up), x.dtype)
         total = total + sum_parts(linear(inner, down), x.dtype)
     return total
@@ -76,7 +117,7 @@ def quantized_block(params: dict[str, Any], x: Tensor) -> Tensor:
 
 
 def chosen_experts(params: dict[str, Any], x: Tensor) -> Tensor:
-    """Three blocks of experts; the second product follows the first, and both the choice."""
+    """Three blocks of experts, of which the router's product and the norm ask for weights early."""
     for _ in range(3):
         weights, experts = route(linear(x, params["router"]), 4, True, x.dtype)
         (up, up_scale), (down, down_scale) = params["up"], params["down"]
@@ -124,7 +165,7 @@ def test_products_that_ask_for_weights_early_have_the_bits_of_those_that_wait(
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("widths", [(512, 768), (1024, 1536)], ids=["all columns", "in a loop"])
-def test_the_second_product_of_experts_asks_early_and_has_the_same_bits(widths: tuple[int, int], fp8: bool) -> None:
+def test_experts_beside_early_products_have_the_bits_of_a_call(widths: tuple[int, int], fp8: bool) -> None:
     hidden, inner = widths
     torch.manual_seed(0)
     plain = {"up": randn(32, 2 * inner, hidden) / hidden**0.5, "down": randn(32, hidden, inner) / inner**0.5}

@@ -146,6 +146,13 @@ class Storages:
         spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()})
         self._starts, self._ends = [start for start, _ in spans], [end for _, end in spans]
 
+    def meet(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage has a byte in common with one of the storages; two storages may, as of one numpy
+        array."""
+        storage = tensor.untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return any(a < end and start < b for a, b in zip(self._starts, self._ends, strict=True))
+
     def hold(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of these tensors begins in one of the storages."""
         for tensor in tensors if self._starts else ():
