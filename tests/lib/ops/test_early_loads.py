@@ -1,0 +1,75 @@
+"""What kernels read before they wait for the last one: in the code that Triton makes for an H100, without one."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+WAIT = "griddepcontrol.wait"
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+@pytest.fixture
+def ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A function that compiles a kernel; a kernel asks which GPU it is compiled for, and there is none."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.language import target_info
+
+    target = GPUTarget("cuda", 90, 32)
+
+    def current_target() -> GPUTarget:
+        return target
+
+    monkeypatch.setattr(current_target, "__triton_builtin__", True, raising=False)
+    monkeypatch.setattr(target_info, "current_target", current_target)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # no other process may meet with this code
+
+    def made(fn: Any, pointers: dict[str, str], constants: dict[str, Any], **options: Any) -> list[str]:
+        known = pointers | dict.fromkeys(constants, "constexpr")
+        names = {name: known.get(name, "fp32" if name == "eps" else "i32") for name in fn.arg_names}
+        source = ASTSource(fn, names, constants)
+        return str(compile(source, target=target, options={"launch_pdl": True, **options}).asm["ptx"]).splitlines()
+
+    return made
+
+
+def loads_before_the_wait(lines: list[str]) -> list[str]:
+    (wait,) = (i for i, line in enumerate(lines) if WAIT in line)
+    return [line for line in lines[:wait] if re.search(r"\b(ld\.global|cp\.async|st\.global|atom|red)\b", line)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "fp8e4nv"])
+def test_a_product_reads_only_weights_before_it_waits(ptx: Any, kind: str, early: bool, ahead: int) -> None:
+    from weft.ops.products.linear_triton import _linear_kernel
+
+    if early and not ahead:
+        pytest.skip("only products with tiles ahead are early")
+    pointers = {"x": f"*{kind}", "weight": f"*{kind}", "x_scales": "*fp32", "scale": "*fp32", "bias": "*bf16"}
+    shape = {"ROWS": 64, "TOKENS": 16, "COLUMNS": 128, "SWAP": True, "SEGMENTS": 1, "GROUP": 1}
+    how = {"FP8": kind != "bf16", "BIAS": True, "EVEN": True, "AHEAD": ahead, "ALL": ahead == 4, "EARLY": early}
+    lines = ptx(_linear_kernel.jit, {**pointers, "out": "*fp32"}, shape | how, num_warps=4, num_stages=3)
+    found = loads_before_the_wait(lines)
+    assert bool(found) is early
+    assert all(".cg" in line for line in found)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_norm_reads_only_its_weight_before_it_waits(ptx: Any, early: bool) -> None:
+    from triton.language import bfloat16
+
+    from weft.ops.norm_triton import _norm_kernel
+
+    names = ("x", "residual", "weight", "total", "normed", "values")
+    pointers = {**dict.fromkeys(names, "*bf16"), "x": "*fp32", "scales": "*fp32"}
+    how = {"PARTS": 4, "ADD": True, "NORM": True, "QUANTIZE": False, "GROUPS": 8, "TYPE": bfloat16}
+    lines = ptx(_norm_kernel.jit, pointers, {**how, "AT_ONCE": True, "EARLY": early}, num_warps=4)
+    found = loads_before_the_wait(lines)
+    assert bool(found) is early
+    assert all(".cg" in line for line in found)
