@@ -154,7 +154,7 @@ def _longest(totals: Totals) -> tuple[Kernel, ...]:
 
 
 def _kernels_and_gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[Totals, Totals]:
-    """Of spans (start, end, name) the time that each name adds to those before it, and the gaps before each name.
+    """The time that each name adds to the spans (start, end, name) before it, and the gaps before each name.
 
     Kernels that are placed early start before those that they wait for have ended.
 

@@ -79,10 +79,9 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
     gpu = device()
     if gpu is None:
         return _by_rule(tokens, rows, columns, fp8) if fp8 else None
-    # torch's product waits for the last kernel, and the next for it: a tile is better where reads are short.
-    has_library = (
-        tokens > FEW_TOKENS if not fp8 else (scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0)
-    )
+    # In bfloat16 torch's product overlaps with no other kernel, so for few tokens one of these tiles is faster.
+    takes_fp8 = fp8 and scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0
+    has_library = takes_fp8 if fp8 else tokens > FEW_TOKENS
     choices = [*candidates(tokens, rows, columns, fp8), *([None] if has_library else [])]
     costs = model(fp8).costs(tokens, rows, columns, choices, gpu)
     if fp8 and has_library and is_padded:

@@ -1,4 +1,5 @@
-"""What is constant while a function runs, and products that read it before the last kernel has ended."""
+"""Which tensors count as constant while a function runs. Products and norms that load them early have the same bits as
+those that wait."""
 
 from typing import Any
 
