@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from weft.ops.constants import constant
+from weft.ops.tiles.linear import linear_tile
+from weft.ops.tiles.tile import Tile
 
 pytest.importorskip("triton")
 
@@ -71,3 +76,34 @@ def test_a_norm_reads_only_its_weight_before_it_waits(ptx: Any, early: bool) -> 
     found = loads_before_the_wait(lines)
     assert bool(found) is early
     assert all(".cg" in line for line in found)
+
+
+class Recorder:
+    """In the place of a kernel: keeps the options of its launches."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.seen.append(options)
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_only_constant_weights_of_few_tokens_are_loaded_early(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    from weft.ops import norm_triton
+    from weft.ops.products import linear_triton
+
+    products, norms = Recorder(), Recorder()
+    monkeypatch.setattr(linear_triton, "_linear_kernel", products)
+    monkeypatch.setattr(norm_triton, "_norm_kernel", norms)
+    x, weight, gain = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((tokens, 256), (256, 256), (256,)))
+    tile = linear_tile(1, 256, 256, False) if tokens == 1 else Tile(64, 32, 128, 4, 3)
+    assert tile is not None
+    with constant([weight, gain]):
+        for one, other in ((weight, gain), (weight.clone(), gain.clone()), (weight[:, ::2].contiguous(), gain * 2)):
+            linear_triton.run_tile(x[:, : one.shape[1]], None, one, None, None, x.dtype, tile)
+            norm_triton.norm(x, other, 1e-6)
+    linear_triton.run_tile(x, None, weight, None, None, x.dtype, tile)
+    norm_triton.norm(x, gain, 1e-6)
+    for kernel in (products, norms):
+        assert [options["EARLY"] for options in kernel.seen] == [tokens == 1, False, False, False]
