@@ -177,10 +177,10 @@ def _finished(compiled: Any) -> Any:
 
 
 @triton.jit
-def begin(AT_ONCE: tl.constexpr = False):
-    """Wait for the end of the last kernel, and see what it wrote. AT_ONCE: first let the next kernel's programs be
-    placed."""
-    if AT_ONCE:
+def begin(at_once=False):
+    """Wait for the end of the last kernel, and see what it wrote. at_once: first let the next kernel's programs be
+    placed. A second call waits for nothing."""
+    if at_once:
         release()
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
@@ -193,9 +193,10 @@ def release():
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def at_once(tokens: int) -> bool:
-    """Whether a kernel for so many tokens lets the next one's programs be placed at once."""
-    return tokens <= FEW_TOKENS
+def at_once(tokens: int) -> int:
+    """1 if a kernel for so many tokens lets the next one's programs be placed at once, else 0. It is an argument of the
+    launch (`do_not_specialize`), so a kernel is compiled once for all numbers of tokens."""
+    return int(tokens <= FEW_TOKENS)
 
 
 def early(x: Tensor) -> dict[str, bool]:

@@ -19,21 +19,20 @@ from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import power_of_two
 
 
-@kernel()
+@kernel(do_not_specialize=["at_once", "is_early"])
 def _norm_kernel(
-    x, residual, weight, total, normed, values, scales, columns, stride, eps,
+    x, residual, weight, total, normed, values, scales, columns, stride, eps, at_once, is_early,
     PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
-    GROUPS: tl.constexpr, TYPE: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < columns
-    if not EARLY:
-        begin(AT_ONCE)
+    if is_early == 0:  # something may write the weight
+        begin()
     if NORM:
         gain = tl.load(weight + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    if EARLY:  # nothing writes the weight
-        begin(AT_ONCE)
+    begin(at_once)
     token = tl.program_id(0).to(tl.int64)
     offsets = token * columns + column
     row = load_sum(x, offsets, inside, stride, PARTS, TYPE)
@@ -104,13 +103,14 @@ def _run(
     values = like.new_empty((tokens, columns), dtype=torch.float8_e4m3fn) if quantized else x
     scales = like.new_empty((tokens, ceil_blocks(columns)), dtype=torch.float32) if quantized else x
     groups = power_of_two(ceil_blocks(columns))
-    is_early = at_once(tokens) and weight is not None and is_constant(weight)
+    few = at_once(tokens)
+    is_early = int(few and weight is not None and is_constant(weight))
     with torch.cuda.device_of(x):
         if tokens:
             _norm_kernel[(tokens,)](
                 x, like, x if weight is None else weight, total, normed, values, scales, columns, tokens * columns, eps,
-                PARTS=num_parts(x), ADD=residual is not None, NORM=weight is not None, QUANTIZE=quantized,
-                GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype], AT_ONCE=at_once(tokens),
-                EARLY=is_early, num_warps=max(1, min(8, groups // 2)), **early(x),
+                few, is_early, PARTS=num_parts(x), ADD=residual is not None, NORM=weight is not None,
+                QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype],
+                num_warps=max(1, min(8, groups // 2)), **early(x),
             )  # fmt: skip
     return total, normed, values, scales

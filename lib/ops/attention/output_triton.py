@@ -48,7 +48,7 @@ def merge(m, s, acc, m_more, s_more, acc_more):
     return top, tl.fma(s_more, right, s * left), acc
 
 
-@kernel(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens", "at_once"])
 def combine_kernel(
     shares,
     maxima,
@@ -59,6 +59,7 @@ def combine_kernel(
     out,
     scales,
     num_tokens,
+    at_once,
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -66,13 +67,12 @@ def combine_kernel(
     TYPE: tl.constexpr,
     SEGMENT: tl.constexpr,
     WINDOW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
     """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum.
 
     With SEGMENT > 0 a share is so many positions, and they are merged one after the other.
     """
-    begin(AT_ONCE)
+    begin(at_once)
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
     # All that does not depend on another value is asked for before any of it is waited for.

@@ -89,7 +89,7 @@ def write_kernel(
             tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
 
 
-@kernel(do_not_specialize=["num_reqs", "num_tokens"])
+@kernel(do_not_specialize=["num_reqs", "num_tokens", "at_once"])
 def attend_kernel(
     q,
     kv_pages,
@@ -107,6 +107,7 @@ def attend_kernel(
     stride_q,
     stride_table,
     scale,
+    at_once,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -122,14 +123,13 @@ def attend_kernel(
     BLOCK_R: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
     """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
 
     `scale` includes log2(e), since powers are of 2. Without splits `shares` is the output; with splits `combine_kernel`
     reads it. Rows of padding are not read; in the output they are zeroed.
     """
-    begin(AT_ONCE)
+    begin(at_once)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request = tl.program_id(0)
     if SPLITS == 1:
@@ -281,6 +281,7 @@ def _launch_attend(
         q.stride(0),
         block_table.stride(0),
         scale * _LOG2_E,
+        at_once(tokens),
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -296,7 +297,6 @@ def _launch_attend(
         BLOCK_R=1 if plan.one_block else _SEARCHED,
         SEGMENT=segment,
         SEGMENTS=num_shares,
-        AT_ONCE=at_once(tokens),
         num_warps=plan.warps,
         num_stages=plan.stages,
         # A mask between two operations keeps them from being fused, and so would change the bits.
@@ -314,6 +314,7 @@ def _launch_attend(
             out,
             scales,
             tokens,
+            at_once(tokens),
             DIM=dim,
             DIMS=plan.dims,
             SPLITS=num_shares,
@@ -321,7 +322,6 @@ def _launch_attend(
             TYPE=TRITON_DTYPES[q.dtype],
             SEGMENT=segment,
             WINDOW=window if segment else 0,
-            AT_ONCE=at_once(tokens),
             enable_fp_fusion=not batch_invariant,
             **early(q),
         )

@@ -27,13 +27,13 @@ _MANY = (4096, 16)
 """The same for more pairs."""
 
 
-@kernel()
+@kernel(do_not_specialize=["at_once"])
 def _route_kernel(
-    logits, weights, experts, num_experts, stride, part_stride,
+    logits, weights, experts, num_experts, stride, part_stride, at_once,
     PARTS: tl.constexpr, TYPE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    RENORMALIZE: tl.constexpr, AT_ONCE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    begin(AT_ONCE)
+    begin(at_once)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < num_experts
@@ -67,9 +67,9 @@ def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> 
     with torch.cuda.device_of(logits):
         if tokens:
             _route_kernel[(tokens,)](
-                logits, weights, experts, num_experts, num_experts, tokens * num_experts,
+                logits, weights, experts, num_experts, num_experts, tokens * num_experts, at_once(tokens),
                 PARTS=num_parts(logits), TYPE=TRITON_DTYPES[dtype], TOP_K=top_k, SLOTS=power_of_two(top_k),
-                BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize, AT_ONCE=at_once(tokens),
+                BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize,
                 num_warps=1, **early(logits),
             )  # fmt: skip
     return weights, experts

@@ -44,9 +44,15 @@ def ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return made
 
 
-def loads_before_the_wait(lines: list[str]) -> list[str]:
-    (wait,) = (i for i, line in enumerate(lines) if WAIT in line)
-    return [line for line in lines[:wait] if re.search(r"\b(ld\.global|cp\.async|st\.global|atom|red)\b", line)]
+def accesses(lines: list[str]) -> list[list[str]]:
+    """The lines that read or write memory, by the number of waits before them."""
+    found: list[list[str]] = [[]]
+    for line in lines:
+        if WAIT in line:
+            found.append([])
+        elif re.search(r"\b(ld\.global|cp\.async|st\.global|atom|red)\b", line):
+            found[-1].append(line)
+    return found
 
 
 @pytest.mark.parametrize(("ahead", "early"), [(0, False), (1, False), (1, True), (4, False), (4, True)])
@@ -58,13 +64,13 @@ def test_a_product_reads_only_weights_before_it_waits(ptx: Any, kind: str, early
     shape = {"ROWS": 64, "TOKENS": 16, "COLUMNS": 128, "SWAP": True, "SEGMENTS": 1, "GROUP": 1}
     how = {"FP8": kind != "bf16", "BIAS": True, "EVEN": True, "AHEAD": ahead, "ALL": ahead == 4, "EARLY": early}
     lines = ptx(_linear_kernel.jit, {**pointers, "out": "*fp32"}, shape | how, num_warps=4, num_stages=3)
-    found = loads_before_the_wait(lines)
-    assert bool(found) is early
-    assert all(".cg" in line for line in found)
+    before, after = accesses(lines)
+    assert after
+    assert bool(before) is early
+    assert all(".cg" in line for line in before)
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_norm_reads_only_its_weight_before_it_waits(ptx: Any, early: bool) -> None:
+def test_a_norm_reads_only_its_weight_between_its_two_waits(ptx: Any) -> None:
     from triton.language import bfloat16
 
     from weft.ops.norm_triton import _norm_kernel
@@ -72,20 +78,26 @@ def test_a_norm_reads_only_its_weight_before_it_waits(ptx: Any, early: bool) -> 
     names = ("x", "residual", "weight", "total", "normed", "values")
     pointers = {**dict.fromkeys(names, "*bf16"), "x": "*fp32", "scales": "*fp32"}
     how = {"PARTS": 4, "ADD": True, "NORM": True, "QUANTIZE": False, "GROUPS": 8, "TYPE": bfloat16}
-    lines = ptx(_norm_kernel.jit, pointers, {**how, "AT_ONCE": True, "EARLY": early}, num_warps=4)
-    found = loads_before_the_wait(lines)
-    assert bool(found) is early
-    assert all(".cg" in line for line in found)
+    before, weight, after = accesses(ptx(_norm_kernel.jit, pointers, how, num_warps=4))
+    assert not before
+    assert weight
+    assert after
+    assert all(".cg" in line for line in weight)
 
 
 class Recorder:
-    """In the place of a kernel: keeps the options of its launches."""
+    """In the place of a kernel: keeps one parameter of its launches."""
 
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
+    def __init__(self, kernel: Any, name: str) -> None:
+        self.parameters, self.name = kernel.jit.arg_names, name
+        self.seen: list[bool] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.seen.append(options)
+        def launch(*args: Any, **options: Any) -> None:
+            given = {**dict(zip(self.parameters, args, strict=False)), **options}
+            self.seen.append(bool(given[self.name]))
+
+        return launch
 
 
 @pytest.mark.parametrize("tokens", [1, 17])
@@ -93,7 +105,8 @@ def test_only_constant_weights_of_few_tokens_are_loaded_early(monkeypatch: pytes
     from weft.ops import norm_triton
     from weft.ops.products import linear_triton
 
-    products, norms = Recorder(), Recorder()
+    products = Recorder(linear_triton._linear_kernel, "EARLY")
+    norms = Recorder(norm_triton._norm_kernel, "is_early")
     monkeypatch.setattr(linear_triton, "_linear_kernel", products)
     monkeypatch.setattr(norm_triton, "_norm_kernel", norms)
     x, weight, gain = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((tokens, 256), (256, 256), (256,)))
@@ -106,4 +119,4 @@ def test_only_constant_weights_of_few_tokens_are_loaded_early(monkeypatch: pytes
     linear_triton.run_tile(x, None, weight, None, None, x.dtype, tile)
     norm_triton.norm(x, gain, 1e-6)
     for kernel in (products, norms):
-        assert [options["EARLY"] for options in kernel.seen] == [tokens == 1, False, False, False]
+        assert kernel.seen == [tokens == 1, False, False, False]
