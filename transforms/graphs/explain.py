@@ -99,14 +99,14 @@ class Changed:
         return "; ".join(found)
 
 
-def changed_between(new: Key, old: Key, names: Iterable[str], donated: Sequence[str]) -> Changed:
-    """Sort the fields in which two keys differ by kind."""
+def changed_between(new: Key, old: Key, names: Callable[[], Iterable[str]], donated: Sequence[str]) -> Changed:
+    """Sort the fields in which two keys differ by kind; `names` makes those of the leaves, which takes milliseconds."""
     if any(one != other for one, other in zip(_besides_leaves(new), _besides_leaves(old), strict=True)):
         return Changed((), (), {}, True)
     moved: dict[str, None] = {}
     values: dict[str, Any] = {}
     has_others = False
-    for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
+    for name, a, b in zip(names(), new.leaves, old.leaves, strict=True):
         if a == b:
             continue
         if isinstance(a, LeafKey) and isinstance(b, LeafKey) and a.besides_address() == b.besides_address():
@@ -199,7 +199,7 @@ def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str
     shown = [*islice(found, _MOST_SHOWN)]
     more = sum(1 for _ in found)
     text = "; ".join([*shown, *([f"and {more} more"] if more else [])])
-    return Miss(text, changed_between(new, old, names, donated).remedy())
+    return Miss(text, changed_between(new, old, lambda: names, donated).remedy())
 
 
 def nearest_miss(key: Key, memo: Mapping[Key, Any], names: Sequence[str], donated: Sequence[str]) -> Miss:
@@ -242,7 +242,7 @@ class Recaptures:
         """
         last, quiet = self._last, replays <= self._replays + 1  # the call that captures a graph replays it once
         self._last, self._replays = key, replays
-        changed = None if last is None or not quiet else changed_between(key, last, names(), self.donated)
+        changed = None if last is None or not quiet else changed_between(key, last, names, self.donated)
         if changed is not None and key == last:
             changed = attrs.evolve(changed, outside=outside)
         if changed is None or changed.has_others:

@@ -2,7 +2,7 @@
 operators; the kernels that are compiled ahead of a capture."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import attrs
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
+from weft.ops.constants import is_constant
 from weft.ops.register import triton_version
+from weft.ops.transfers.collective import effect_of
 from weft.torchapi.patches import signal_capture
 from weft.torchapi.private import (
     storage_id,
@@ -153,16 +155,55 @@ def _result_text(leaf: Any, reference: int | None, writer: Writer, names: Sequen
 
 
 class _Zeros(OperatorWatch):
-    """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index."""
+    """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index.
+
+    A call asks for the same kernels as an earlier one with the same kinds of arguments, in another layer say, and is
+    not passed on: its results are made from what is known of the other's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Any, Callable[[], Any]] = {}
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace != "weft" or effect_of(func, args) is not None:  # the other ranks take part in a collective
+            return self.pass_on(func, args, kwargs)
+        key = func, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items())
+        if (known := self._known.get(key)) is not None:
+            return known()
         result = self.pass_on(func, args, kwargs)
-        if func.namespace == "weft":
-            inputs = {storage_id(x) for x in tensors_in(args, kwargs)}
-            for output in tensors_in(result):
-                if storage_id(output) not in inputs:
-                    output.zero_()
+        inputs = {storage_id(x) for x in tensors_in(args, kwargs)}
+        for output in tensors_in(result):
+            if storage_id(output) not in inputs:
+                output.zero_()
+        if result is not None and all(_is_own(x, inputs) for x in (result if isinstance(result, tuple) else (result,))):
+            self._known[key] = _maker(result)
         return result
+
+
+def _kind(value: Any) -> Any:
+    """Everything about an operator's argument that the choice of its kernels may depend on, other than its values."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16, is_constant(value)
+    return tuple(map(_kind, value)) if isinstance(value, list) else (type(value), value)
+
+
+def _is_own(output: Any, inputs: Set[int]) -> bool:
+    """Whether a result is a tensor that has all of its storage for itself."""
+    return (
+        isinstance(output, Tensor)
+        and storage_id(output) not in inputs
+        and output.untyped_storage().nbytes() == output.nbytes
+    )
+
+
+def _maker(result: Any) -> Callable[[], Any]:
+    """A function that makes zeros like an operator's result."""
+    if isinstance(result, tuple):
+        makers = [*map(_maker, result)]
+        return lambda: tuple(make() for make in makers)
+    size, stride, options = result.shape, result.stride(), {"dtype": result.dtype, "device": result.device}
+    return lambda: torch.empty_strided(size, stride, **options).zero_()
 
 
 def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
@@ -179,9 +220,10 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
     # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes would be counted.
     input_buffers = InputBufferPool()
     missing = [rung for rung in cache.rungs(call) if cache.find(cache.key(call, rung)) is None]
+    zeros = _Zeros()
     with compiling(), ONE_AT_A_TIME:
         for rung in missing:
             with contextlib.suppress(torch.OutOfMemoryError):
                 prepared = prepare(graphable, call, rung.descriptor, input_buffers)
-                with prepared.restored(audit_of(graphable, prepared, device)), _Zeros():
+                with prepared.restored(audit_of(graphable, prepared, device)), zeros:
                     prepared.run()

@@ -14,10 +14,12 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
+from weft.ops.constants import constant
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
+from weft.torchapi.watching import OperatorWatch
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
@@ -62,6 +64,56 @@ def test_results_of_our_operators_are_zeros_and_their_arguments_stay() -> None:
         assert (x @ weight.T == 4).all()
     assert bool(x.all())
     assert bool(weight.all())
+
+
+class Seen(OperatorWatch):
+    """The calls of weft's operators that an inner watch passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls += func.namespace == "weft"
+        return self.pass_on(func, args, kwargs)
+
+
+def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
+    linear, norm = torch.ops.weft.linear, torch.ops.weft.add_rms_norm
+    x, weight = torch.ones(2, 8), torch.ones(3, 8)
+    with Seen() as seen, _Zeros():
+        first = linear(x, weight, None, 0)
+        again = linear(x + 1, weight + 1, None, 0)
+        assert seen.calls == 1
+        first += 1
+        assert not again.any(), "each call has its own result"
+        assert (again.shape, again.stride(), again.dtype) == (first.shape, first.stride(), first.dtype)
+        places = torch.empty(17)
+        others = (
+            (x, weight[:2]),
+            (x, weight.T.contiguous().T),
+            (x, places[1:].view(2, 8)),
+            (x.double(), weight.double()),
+        )
+        for number, (one, other) in enumerate(others, 2):
+            linear(one, other, None, 0)
+            assert seen.calls == number, "other kernels are possible"
+        with constant([weight]):
+            linear(x, weight, None, 0)
+        assert seen.calls == 6
+        for _ in range(2):
+            normed, total = norm(x, x, torch.ones(8), 1e-6)
+            assert not normed.any()
+            assert not total.any()
+        assert seen.calls == 7
+
+
+def test_a_call_without_a_result_is_always_passed_on() -> None:
+    positions, rows, starts = torch.zeros(3, dtype=torch.int64), torch.tensor([0]), torch.tensor([0, 1])
+    with Seen() as seen, _Zeros():
+        for _ in range(2):
+            torch.ops.weft.move_on(positions, torch.zeros_like(positions), rows, starts, torch.tensor([5]), None)
+    assert seen.calls == 2
 
 
 def test_it_leaves_no_trace() -> None:
