@@ -103,11 +103,21 @@ def _expert_kernel(
     """Multiply a tile of an expert's rows with its pairs, over the `share` columns of a leaf; `inner` is the number of
     the result's columns.
 
-    With PAIRS > 0, a power of two no less than the number of pairs, each program finds its own pairs.
+    With PAIRS > 1, a power of two no less than the number of pairs, each program finds its own pairs. With PAIRS = 1,
+    for one token, a program has the pair `program_id(0)`.
     """
     begin()
     tokens = pairs // TOP_K
-    if PAIRS > 0:
+    if PAIRS == 1:
+        own = tl.program_id(0)
+        expert = tl.load(experts + own) - first_expert
+        if (expert >= 0) & (expert < num_experts):
+            slot = tl.arange(0, TOKENS)
+            _expert_tile(
+                x, x_scales, weight, scale, weights, out, out_scales, expert, own + 0 * slot, slot == 0, columns, share,
+                inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
+            )  # fmt: skip
+    elif PAIRS > 1:
         expert, count = find_expert(experts, first_expert, pairs, num_experts, PAIRS)
         for start in range(0, count, TOKENS):
             pair, live = scan(experts, first_expert + expert, pairs, start, PAIRS, TOKENS)
@@ -250,7 +260,8 @@ def _launch(
         products_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, tile, leaves)
         return
     (num_experts, _, columns), inner, pairs = weight.shape, out.shape[-1], experts.numel()
-    programs = min(pairs, num_experts) if aligned is None else aligned.owners.shape[0]
+    one_token = aligned is None and pairs == experts.shape[-1]
+    programs = aligned.owners.shape[0] if aligned is not None else pairs if one_token else min(pairs, num_experts)
     width, share = tile.rows if weights is not None else tile.rows // 2, leaf_columns(columns, leaves)
     order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
     absent = experts
@@ -262,6 +273,6 @@ def _launch(
         QUANTIZE=scale is not None and x_scales is None, EVEN=share % tile.columns == 0,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
         FP8_OUT=out_scales is not None, TYPE=TRITON_DTYPES[dtype],
-        PAIRS=0 if aligned is not None else max(SCAN_PAIRS, power_of_two(pairs)),
+        PAIRS=1 if one_token else 0 if aligned is not None else max(SCAN_PAIRS, power_of_two(pairs)),
         num_warps=tile.warps, num_stages=tile.stages, **early(x),
     )  # fmt: skip

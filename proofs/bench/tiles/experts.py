@@ -126,7 +126,7 @@ def kind_of(product: ExpertProduct, tile: Tile) -> ExpertKind:
     pairs = product.tokens * product.top_k
     scanned = max(SCAN_PAIRS, power_of_two(pairs))
     experts = product.num_experts if product.num_experts % 16 else 16
-    tokens = 32 if tile.sort else scanned // product.top_k
+    tokens = 32 if tile.sort else 1 if product.tokens == 1 else scanned // product.top_k
     small = attrs.evolve(product, tokens=tokens, rows=512, columns=512, num_experts=experts)
     return ExpertKind(small, tile)
 

@@ -113,6 +113,7 @@ KERNELS = {  # tokens, top_k, experts, ranks, FP8, tiles
     "sorted": (20, 3, 6, 3, False, (SORTED, SMALL)),
     "many": (70, 2, 4, 2, False, (MANY, SORTED)),
     "many, down": (70, 2, 4, 4, False, (SORTED, MANY)),
+    "FP8, a token": (1, 4, 6, 3, True, (WHOLE, SMALL)),
     "FP8, scanned": (9, 2, 4, 2, True, (WHOLE, SMALL)),
     "FP8, many": (70, 2, 4, 2, True, (MANY, MANY)),
 }
