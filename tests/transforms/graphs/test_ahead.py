@@ -172,7 +172,7 @@ import triton, weft
 from triton import knobs
 from weft.batch import Batch
 from weft.stages.checkpoints.known_models import DEMO
-from weft.stages.model import load
+from weft.stages.checkpoints.loading import load
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.engine.setup import make_runner, make_state
 compiled = []
