@@ -1,7 +1,7 @@
 """The tiles of the products with experts: a function of shapes alone.
 
-`experts.json` beside this module has the best tiles measured on an H200. Other shapes, and more tokens, have defaults.
-Nothing is tried out at run time.
+`experts.json` beside this module has the best tiles of some shapes, measured on an H200. One token, more tokens, and
+other shapes go by rules. Nothing is tried out at run time.
 """
 
 import functools
@@ -17,17 +17,14 @@ MEASURED = Path(__file__).parent / "experts.json"
 SCAN_PAIRS = 64
 """The (token, expert) pairs for which a program that finds its expert's tokens itself is made at least."""
 
-_FEW_PAIRS = 4
-"""The most pairs that are not sorted, for shapes that were not measured."""
-
 _BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] = {
     False: ((8, (64, 16, 128, 4, 3)), (32, (64, 32, 128, 4, 3)), (float("inf"), (256, 64, 64, 8, 4))),
     True: ((8, (64, 16, 128, 4, 3)), (float("inf"), (128, 64, 128, 4, 3))),
 }
 """Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number of pairs per expert.
-On ten sets of experts and six numbers of tokens, with at most 256 pairs per expert, timed on an H100 (`python -m
-weft.proofs.bench.tiles.search --experts`), both products and the sort take 0.5 and 1.1 % longer than with the best
-tiles (median), 2.6 and 5.8 % in the 90th percentile, and 6 and 17 % at the worst."""
+On ten sets of experts and eight numbers of tokens from 1 on, with at most 256 pairs per expert, timed on an H100
+(`python -m weft.proofs.bench.tiles.search --experts`), both products and the sort take 0.7 and 1.2 % longer than with
+the best tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at the worst."""
 
 
 @functools.cache
@@ -55,6 +52,8 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
         rows: of the weights; in the first product 2 * I, and half of a tile's rows are gates.
         itemsize: bytes of an element of the weights; 1 is FP8.
     """
+    if itemsize < 4 and tokens == 1:  # nothing to sort; the longer a program's sum, the more of it is in flight
+        return Tile(64, 16, 128, 4, 4 if itemsize > 1 else 3 if columns < 1024 else 4 if columns < 2048 else 6)
     if itemsize < 4:
         tile = _measured_tile(expert_key(rows, columns, num_experts, itemsize == 1), tokens)
         if tile is not None:
@@ -62,7 +61,7 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
     pairs = tokens * top_k
     if itemsize < 4 and device() is not None:
         own = next(own for most, own in _BY_PAIRS[itemsize == 1] if pairs <= most * num_experts)
-        return Tile(*own, sort=pairs > _FEW_PAIRS)
+        return Tile(*own, sort=True)
     each, sort, across = cdiv(pairs, num_experts), pairs > SCAN_PAIRS, 128 // itemsize
     if sort and each > 16:
         return Tile(128, 64, across, 4, 3, sort=True)

@@ -94,11 +94,11 @@ def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> I
     """
     pairs = tokens * top_k
     each = max(1, pairs // num_experts)
-    for sort in (False, True) if pairs <= 2 * SCAN_PAIRS else (True,):
+    for sort in (False,) if tokens == 1 else (False, True) if pairs <= 2 * SCAN_PAIRS else (True,):
         for height in _EXPERT_ROWS if sort else (16,):
             if (height == 16 and each <= 128) or each // 4 <= height <= 4 * each:
                 for rows, warps in _EXPERT_ROWS[height]:
-                    for across, stages in ((128, 3), (128, 4)) if fp8 else ((64, 4), (128, 3)):
+                    for across, stages in ((128, 3), (128, 4), (128, 6)) if fp8 else ((64, 4), (128, 3), (128, 4)):
                         if (rows + height) * across * (1 if fp8 else 2) * stages <= _SHARED_BYTES:
                             yield Tile(rows, height, across, warps, stages, sort=sort)
 

@@ -1,6 +1,6 @@
 """All tiles of products, timed on the shapes of published models: the data of the model in `weft.ops.tiles.model`.
 
-    python -m weft.proofs.bench.tiles.search --out FOLDER [--experts] [--limit SECONDS] [--dry]
+    python -m weft.proofs.bench.tiles.search --out FOLDER [--experts] [--counts N ...] [--limit SECONDS] [--dry]
 
 It writes `tile_search.json.xz`, or `tile_search_experts.json.xz`: the seconds of a call for each shape, number of
 tokens and tile, and for torch's own products. Work is ordered so that the time limit cuts off what matters least: all
@@ -160,10 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--experts", action="store_true", help="products with experts, in place of linear layers")
+    parser.add_argument("--counts", type=int, nargs="+", help="the numbers of tokens of products with experts")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds of wall time in all (420)")
     parser.add_argument("--dry", action="store_true", help="only count")
     given = parser.parse_args(argv)
-    counts = tuple(count for count in _ORDER if count in COUNTS)
+    counts = tuple(given.counts or (count for count in _ORDER if count in COUNTS))
     work = experts.products(counts) if given.experts else products()
     every = [(product, choice) for product in work for choice in choices(product)]
     kinds = dict.fromkeys(_kind_of(product, choice) for product, choice in every if isinstance(choice, Tile))

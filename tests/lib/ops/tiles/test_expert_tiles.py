@@ -15,7 +15,12 @@ from weft.ops.tiles.tile import Tile
 from weft.proofs.bench.tiles import search
 from weft.proofs.bench.tiles.experts import ExpertProduct
 
-RECORD = Path(weft.proofs.__path__[0]) / "results" / "2026-11-25-h100-tile-search-experts.json.xz"
+RESULTS = Path(weft.proofs.__path__[0]) / "results"
+FEW, MANY = (
+    RESULTS / f"{name}.json.xz"
+    for name in ("2026-11-26-h100-tile-search-few-tokens", "2026-11-25-h100-tile-search-experts")
+)
+"""Searches: for 1, 2, 4 and 8 tokens, and for more, with the kernels of their days."""
 QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
 
 
@@ -37,7 +42,7 @@ def test_what_was_measured_fits() -> None:
             assert_fits(tile, 1 if " fp8 " in key else 2)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 64, 100, 128, 129, 256])
+@pytest.mark.parametrize("tokens", [2, 8, 9, 64, 100, 128, 129, 256])
 def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
     """The measured tiles of Qwen3-30B-A3B sort once: a second sort would take some 4 microseconds more."""
     first, second = (
@@ -52,8 +57,11 @@ def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
 def rule_losses(fp8: bool) -> list[float]:
     """How much longer both products and the sort take than with the best tiles, for each set and number of tokens; the
     second product quantises its input."""
-    found, record = search.read(RECORD)
-    sort = {(tokens, top_k, count): seconds for tokens, top_k, count, _, seconds in record["aligning"]}
+    (few, first), (many, second) = search.read(FEW), search.read(MANY)
+    found = [*few, *(one for one in many if one.product.tokens > 8)]
+    sort = {
+        (tokens, top_k, count): seconds for tokens, top_k, count, _, seconds in second["aligning"] + first["aligning"]
+    }
     products: dict[Any, dict[str, dict[Any, float]]] = {}
     for one in found:
         product = one.product
@@ -83,13 +91,13 @@ def rule_losses(fp8: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("fp8", "tenth", "worst"), [(False, 0.03, 0.07), (True, 0.06, 0.18)])
+@pytest.mark.parametrize(("fp8", "tenth", "worst"), [(False, 0.03, 0.07), (True, 0.06, 0.1)])
 def test_the_rule_is_near_the_best_of_a_search(
     fp8: bool, tenth: float, worst: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "measured", dict)
     losses = rule_losses(fp8)
-    assert len(losses) >= 55
+    assert len(losses) >= 75
     assert np.median(losses) <= 0.015
     assert np.percentile(losses, 90) <= tenth
     assert max(losses) <= worst
