@@ -34,7 +34,7 @@ Import this module only where triton is installed.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -54,8 +54,10 @@ _MOST_THREADS = 8
 _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
 """Seconds until a progress bar shows."""
-_PLAIN = (bool, int, str, type(None), tl.dtype)
+_PLAIN = frozenset((bool, int, str, type(None), tl.dtype))
 """Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0 equals -0.0."""
+_VALUES = _PLAIN | {float}
+"""The types of nearly all arguments that are no tensors."""
 _ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
 """Inside `compiling()`, the kernels that were asked for so far, by kind. Triton itself takes half a millisecond to
 recognise a kernel that is still being compiled."""
@@ -91,7 +93,7 @@ class Kernel:
         if not hasattr(compiled, "run"):  # Triton's interpreter returns None
             return
         rest = self.jit.arg_names[len(args) :]
-        if all(name in options and isinstance(options[name], _PLAIN) for name in rest):
+        if all(name in options and type(options[name]) in _PLAIN for name in rest):
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = compiled, tuple(options[name] for name in rest)
@@ -102,20 +104,21 @@ class Kernel:
             asked[key] = self.jit.warmup(*args, grid=grid, **options)
 
 
-def _kinds(args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Any]:
+def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
     """Everything about a launch that its compilation may depend on, except the device."""
-    yield from map(_kind, args)
-    for name, value in options.items():
-        yield name, _kind(value)
-
-
-def _kind(value: Any) -> Any:
-    """Everything about an argument that a compilation may depend on."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16
-    if isinstance(value, TensorDescriptor):
-        return _kind(value.base), *value.shape, *value.strides, *value.block_shape
-    return type(value), value
+    found: list[Any] = [*options]
+    add = found.append
+    for value in (*args, *options.values()):
+        kind = type(value)
+        if kind not in _VALUES and isinstance(value, Tensor):
+            add(value.dtype)
+            add(value.data_ptr() % 16)
+        elif kind is TensorDescriptor:
+            found += _kinds((value.base, *value.shape, *value.strides, *value.block_shape), {})
+        else:
+            add(kind)
+            add(value)
+    return found
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
