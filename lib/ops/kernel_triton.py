@@ -169,6 +169,11 @@ def compiling() -> Iterator[None]:
             future.result()
 
 
+def is_asking() -> bool:
+    """Whether this thread's launches only ask for kernels, inside `compiling()`."""
+    return _ASKED.get() is not None
+
+
 def _make_launcher(compiled: Any) -> None:
     """Make the launcher of a kernel and load it onto the device: reading the attribute `run` does both."""
     getattr(_finished(compiled), "run", None)

@@ -28,11 +28,13 @@ def _norm_kernel(
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < columns
+    if at_once:
+        release()
     if is_early == 0:  # something may write the weight
         begin()
     if NORM:
         gain = tl.load(weight + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    begin(at_once)
+    begin()
     token = tl.program_id(0).to(tl.int64)
     offsets = token * columns + column
     row = load_sum(x, offsets, inside, stride, PARTS, TYPE)

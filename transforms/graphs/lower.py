@@ -33,6 +33,9 @@ from weft.trees import TreeSpec, leaves_with_names, tree_structure, tree_unflatt
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_ALIGNED = 256
+"""Kernels are chosen by whether an address is a multiple of so many bytes, or of less."""
+
 
 @attrs.frozen(eq=False, repr=False)
 class Lowered(Generic[R]):
@@ -158,7 +161,8 @@ class _Zeros(OperatorWatch):
     """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index.
 
     A call asks for the same kernels as an earlier one with the same kinds of arguments, in another layer say, and is
-    not passed on: its results are made from what is known of the other's.
+    not passed on: its results are made from what is known of the other's. A collective is passed on each time, because
+    the other ranks take part in it.
     """
 
     def __init__(self) -> None:
@@ -166,7 +170,7 @@ class _Zeros(OperatorWatch):
         self._known: dict[Any, Callable[[], Any]] = {}
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace != "weft" or effect_of(func, args) is not None:  # the other ranks take part in a collective
+        if func.namespace != "weft":
             return self.pass_on(func, args, kwargs)
         key = func, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items())
         if (known := self._known.get(key)) is not None:
@@ -176,7 +180,7 @@ class _Zeros(OperatorWatch):
         for output in tensors_in(result):
             if storage_id(output) not in inputs:
                 output.zero_()
-        if result is not None and all(_is_own(x, inputs) for x in (result if isinstance(result, tuple) else (result,))):
+        if effect_of(func, args) is None and _are_own(result if isinstance(result, tuple) else (result,), inputs):
             self._known[key] = _maker(result)
         return result
 
@@ -184,17 +188,15 @@ class _Zeros(OperatorWatch):
 def _kind(value: Any) -> Any:
     """Everything about an operator's argument that the choice of its kernels may depend on, other than its values."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16, is_constant(value)
+        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % _ALIGNED, is_constant(value)
     return tuple(map(_kind, value)) if isinstance(value, list) else (type(value), value)
 
 
-def _is_own(output: Any, inputs: Set[int]) -> bool:
-    """Whether a result is a tensor that has all of its storage for itself."""
-    return (
-        isinstance(output, Tensor)
-        and storage_id(output) not in inputs
-        and output.untyped_storage().nbytes() == output.nbytes
-    )
+def _are_own(outputs: Sequence[Any], inputs: Set[int]) -> bool:
+    """Whether an operator's results are tensors, and each has all of a storage for itself."""
+    return all(isinstance(x, Tensor) and x.untyped_storage().nbytes() == x.nbytes for x in outputs) and len(
+        {storage_id(x) for x in outputs} - inputs
+    ) == len(outputs)
 
 
 def _maker(result: Any) -> Callable[[], Any]:

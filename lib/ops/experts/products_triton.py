@@ -2,9 +2,10 @@
 
 A pair is a token and one of its experts; pair p is slot `p % top_k` of token `p // top_k`.
 
-1. If there are few pairs, each program finds those of its expert, and takes them one tile at a time. Many pairs are
-   sorted by expert first (`weft.ops.experts.routing_triton`), each expert's padded to whole blocks; programs for blocks
-   that are not used end at once.
+1. One token's pairs have an expert each, and a program takes one of them. Other pairs are sorted by expert first
+   (`weft.ops.experts.routing_triton`), each expert's padded to whole blocks; programs for blocks that are not used end
+   at once. In float32, and on GPUs without measurements, each program finds the pairs of its expert where they are few,
+   and takes them one tile at a time.
 2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups, which become
    `silu(gate) * up`, then, in a second launch, the way down, weighted. It is made for few tokens, where the bytes of
    the weights are the bound; for many tokens `weft.ops.experts.products_many_triton` does the same.

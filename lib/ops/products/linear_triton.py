@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops.constants import is_constant
-from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.kernel_triton import begin, early, is_asking, kernel, release
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import multiply
 from weft.ops.tiles.linear import linear_tile, one_part_tile
@@ -125,8 +125,9 @@ def _may_stand_in(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> bool:
     """Whether torch's product of a block of this many tokens has the bits of the kernel's. It is tried once for each
-    shape with random tokens, and not while a graph is captured. A weight that cannot tell, such as one of zeros, whose
-    sum is the same in any order, is not tried again, and leaves it to the next one of its shape."""
+    shape with random tokens, and not while a graph is captured. (While kernels are compiled ahead, a trial only asks
+    for its own.) A weight that cannot tell, such as one of zeros, whose sum is the same in any order, is not tried
+    again, and leaves it to the next one of its shape."""
     matmul = torch.backends.cuda.matmul
     settings = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     library = torch.backends.cuda.preferred_blas_library()
@@ -142,7 +143,8 @@ def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Til
         other = attrs.evolve(tile, segments=tile.segments + 1)
         last = run_tile(tokens[-_BLOCKS[-1] :], None, weight, None, bias, x.dtype, other)
         tells = int((last != found[-_BLOCKS[-1] :]).any(0).sum()) >= _TELLING
-        _AGREED[key if tells else alone] = same and tells
+        if not is_asking():  # what is compared has been computed
+            _AGREED[key if tells else alone] = same and tells
     return _AGREED.get(key, False)
 
 

@@ -15,7 +15,8 @@ MEASURED = Path(__file__).parent / "experts.json"
 """Lists of `{"tokens": the most tokens, "tile": the fields of a Tile}`, by product."""
 
 SCAN_PAIRS = 64
-"""The (token, expert) pairs for which a program that finds its expert's tokens itself is made at least."""
+"""The (token, expert) pairs for which a program that finds its expert's tokens itself is made at least, and the most
+pairs for which programs do so in float32 and on GPUs without measurements."""
 
 _BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] = {
     False: ((8, (64, 16, 128, 4, 3)), (32, (64, 32, 128, 4, 3)), (float("inf"), (256, 64, 64, 8, 4))),
@@ -23,8 +24,9 @@ _BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] 
 }
 """Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number of pairs per expert.
 On ten sets of experts and eight numbers of tokens from 1 on, with at most 256 pairs per expert, timed on an H100
-(`python -m weft.proofs.bench.tiles.search --experts`), both products and the sort take 0.7 and 1.2 % longer than with
-the best tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at the worst."""
+(`python -m weft.proofs.bench.tiles.search --experts`, and again with `--counts 1 2 4 8`), both products and the sort
+take 0.7 and 1.2 % longer than with the best tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at
+the worst."""
 
 
 @functools.cache

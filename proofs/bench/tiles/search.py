@@ -164,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=420.0, help="seconds of wall time in all (420)")
     parser.add_argument("--dry", action="store_true", help="only count")
     given = parser.parse_args(argv)
+    if given.counts and not given.experts:
+        parser.error("--counts is for products with experts: add --experts")
     counts = tuple(given.counts or (count for count in _ORDER if count in COUNTS))
     work = experts.products(counts) if given.experts else products()
     every = [(product, choice) for product in work for choice in choices(product)]

@@ -14,7 +14,7 @@ from weft.ops.tiles.tile import Tile
 
 pytest.importorskip("triton")
 
-WAIT = "griddepcontrol.wait"
+WAIT, PLACED = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
@@ -70,7 +70,9 @@ def test_a_product_reads_only_weights_before_it_waits(ptx: Any, kind: str, early
     assert all(".cg" in line for line in before)
 
 
-def test_a_norm_reads_only_its_weight_between_its_two_waits(ptx: Any) -> None:
+@pytest.mark.parametrize("is_early", [None, 0, 1])
+def test_a_norm_reads_only_a_constant_weight_before_it_waits(ptx: Any, is_early: int | None) -> None:
+    """None: as it is compiled, so that a branch leads around the first wait."""
     from triton.language import bfloat16
 
     from weft.ops.norm_triton import _norm_kernel
@@ -78,11 +80,29 @@ def test_a_norm_reads_only_its_weight_between_its_two_waits(ptx: Any) -> None:
     names = ("x", "residual", "weight", "total", "normed", "values")
     pointers = {**dict.fromkeys(names, "*bf16"), "x": "*fp32", "scales": "*fp32"}
     how = {"PARTS": 4, "ADD": True, "NORM": True, "QUANTIZE": False, "GROUPS": 8, "TYPE": bfloat16}
-    before, weight, after = accesses(ptx(_norm_kernel.jit, pointers, how, num_warps=4))
-    assert not before
+    known = {} if is_early is None else {"is_early": is_early, "at_once": 1}
+    lines = ptx(_norm_kernel.jit, pointers, how | known, num_warps=4)
+    *never, weight, after = accesses(lines)
+    assert never == ([] if is_early else [[]])
     assert weight
     assert after
     assert all(".cg" in line for line in weight)
+    first = next(i for i, line in enumerate(lines) if WAIT in line)
+    assert any(PLACED in line for line in lines[:first]), "the next kernel may be placed before"
+
+
+def test_small_kernels_are_compiled_once_for_all_numbers_of_tokens() -> None:
+    from weft.ops.attention.output_triton import combine_kernel
+    from weft.ops.attention.paged_triton import attend_kernel
+    from weft.ops.experts.routing_triton import _route_kernel
+    from weft.ops.norm_triton import _norm_kernel
+    from weft.ops.products.gate_triton import _gate_kernel
+    from weft.ops.rotary_triton import _rotary_kernel
+
+    for kernel in (combine_kernel, attend_kernel, _route_kernel, _norm_kernel, _gate_kernel, _rotary_kernel):
+        told = [x for x in kernel.jit.params if x.name in ("at_once", "is_early")]
+        assert told
+        assert all(x.do_not_specialize and not x.is_constexpr for x in told)
 
 
 class Recorder:

@@ -155,6 +155,24 @@ def test_interpreted_kernels_of_ranks_are_those_of_the_whole(name: str, tmp_path
         torch.testing.assert_close(made, _run_experts.reference(*args[:-2]), rtol=1e-2, atol=near)
 
 
+def test_programs_of_one_token_search_for_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from weft.ops.experts import products_triton
+
+    seen: list[int] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: seen.append(options["PAIRS"])
+
+    monkeypatch.setattr(products_triton, "_expert_kernel", Recorder())
+    for name in ("a token", "FP8, a token", "fewer pairs than experts"):
+        *args, _ = kernel_args(name)[0]
+        products_triton.run_tiles(*args, SMALL)
+    assert seen[:4] == [1] * 4
+    assert 1 not in seen[4:]
+
+
 def assert_shares(every: list[tuple[Any, ...]], found: list[Tensor]) -> None:
     """The rows of each rank are the whole's where it has the expert, and 0 elsewhere. Rank 1 has no pair."""
     (whole, *shares), experts, held = found, every[0][7].T, len(every[1][2])

@@ -1,6 +1,7 @@
 """Kernels compiled ahead of captures: a run that launches none of them requests each kernel that a capture launches,
 and leaves no trace."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -19,11 +20,12 @@ from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
+from weft.torchapi.private import storage_id
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
-from weft.transforms.graphs.lower import _Zeros, compile_ahead
+from weft.transforms.graphs.lower import _are_own, _kind, _Zeros, compile_ahead
 
 
 class Jit:
@@ -80,10 +82,10 @@ class Seen(OperatorWatch):
 
 def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
     linear, norm = torch.ops.weft.linear, torch.ops.weft.add_rms_norm
-    x, weight = torch.ones(2, 8), torch.ones(3, 8)
+    x, weight, gain = torch.ones(2, 8), torch.ones(3, 8), torch.ones(8)
     with Seen() as seen, _Zeros():
         first = linear(x, weight, None, 0)
-        again = linear(x + 1, weight + 1, None, 0)
+        again = linear(x, weight, None, 0)
         assert seen.calls == 1
         first += 1
         assert not again.any(), "each call has its own result"
@@ -102,10 +104,29 @@ def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
             linear(x, weight, None, 0)
         assert seen.calls == 6
         for _ in range(2):
-            normed, total = norm(x, x, torch.ones(8), 1e-6)
+            normed, total = norm(x, x, gain, 1e-6)
             assert not normed.any()
             assert not total.any()
         assert seen.calls == 7
+    kinds = [_kind(value) for value in (1, True, 1.0, None, [1], [True])]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_what_other_ranks_take_part_in_is_passed_on_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("weft.transforms.graphs.lower")
+    monkeypatch.setattr(module, "effect_of", lambda func, args: func is torch.ops.weft.linear.default or None)
+    x, weight = torch.ones(2, 4), torch.ones(3, 4)
+    with Seen() as seen, _Zeros():
+        assert not any(torch.ops.weft.linear(x, weight, None, 0).any() for _ in range(2))
+    assert seen.calls == 2
+
+
+def test_results_that_share_memory_are_not_made_apart() -> None:
+    x = torch.zeros(2, 3)
+    assert _are_own((x, torch.zeros(2)), {storage_id(torch.zeros(1))})
+    for outputs in ((x, x.view(-1)), (x[:1],), (torch.zeros(1, 3).expand(2, 3),), (x, None), ([x],)):
+        assert not _are_own(outputs, set())
+    assert not _are_own((x,), {storage_id(x)})
 
 
 def test_a_call_without_a_result_is_always_passed_on() -> None:
