@@ -194,9 +194,9 @@ def _kind(value: Any) -> Any:
 
 def _are_own(outputs: Sequence[Any], inputs: Set[int]) -> bool:
     """Whether an operator's results are tensors, and each has all of a storage for itself."""
-    return all(isinstance(x, Tensor) and x.untyped_storage().nbytes() == x.nbytes for x in outputs) and len(
-        {storage_id(x) for x in outputs} - inputs
-    ) == len(outputs)
+    if not all(isinstance(x, Tensor) and x.untyped_storage().nbytes() == x.nbytes for x in outputs):
+        return False
+    return len({storage_id(x) for x in outputs} - inputs) == len(outputs)
 
 
 def _maker(result: Any) -> Callable[[], Any]:

@@ -18,6 +18,7 @@ from weft.ops.products.linear import fp8_linear, linear
 from weft.ops.products.lora import add_lora
 from weft.ops.products.parts import sum_parts
 from weft.ops.sampling.sample import sample, token_logprobs
+from weft.ops.tiles.tile import Tile
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -308,6 +309,25 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
         assert torch.equal(linear(x, weight, bias), whole)
     assert torch.equal(linear(x, odd, bias), whole)
     assert not agreed, "no trial under autocast, and of a weight that is aligned otherwise"
+
+
+def test_a_trial_of_torch_s_product_decides_only_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from weft.ops.kernel_triton import compiling
+
+    module: Any = importlib.import_module("weft.ops.products.linear_triton")
+    monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
+    monkeypatch.setattr(module, "run_tile", lambda x, _, weight, *rest: (x @ weight.T) * rest[-1].segments)
+    monkeypatch.setattr(module, "_multiply_segments", lambda x, weight, bias, n, out: out.copy_(x @ weight.T))
+    monkeypatch.setattr(module, "_TELLING", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, weight, tile = torch.randn(4, 16), torch.randn(8, 16), Tile(64, 16, 64, 4, 3)
+    size = module._BLOCKS[-1]
+    with compiling():
+        assert not module._agrees(size, x, weight, None, tile)
+    assert not agreed
+    assert module._agrees(size, x, weight, None, tile)
+    assert [*agreed.values()] == [True]
 
 
 def test_torch_s_product_takes_no_place_under_settings_that_no_trial_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""What kernels load before they wait for the kernel before them, read in the code that Triton compiles for an H100. No
-GPU is needed."""
+"""A kernel that is placed early may load constant weights before the last kernel has ended, and nothing else.
+
+The tests look for loads in the code that Triton compiles for an H100, so they need no GPU."""
 
 import re
 from pathlib import Path
