@@ -220,7 +220,7 @@ def admit(
     index, begins, own_slots, own_deltas, own_found = columns
     state.block_table[index] = to_device(table, device)
     state.positions[index] = begins
-    state.last_tokens[index] = 0
+    state.last_tokens.index_fill_(0, index, 0)  # `[index] = 0` copies the 0 to the device, and waits for all of it
     state.adapters[index] = own_slots.to(torch.int32)
     state.mrope_position_deltas[index] = own_deltas
     if state.drafting is not None:
@@ -229,7 +229,8 @@ def admit(
         values[index] = values[-1].clone()
         if given := [place for place, own in enumerate(own_extras) if name in own]:
             stacked = torch.stack([own_extras[place][name] for place in given]).to(values.dtype)
-            values[index[given]] = to_device(stacked, device)
+            places = to_device(torch.tensor([rows[place] for place in given], dtype=torch.int64), device)
+            values[places] = to_device(stacked, device)
     if state.found is not None:
         state.found[index] = own_found
     if state.carried is not None:
