@@ -76,6 +76,7 @@ SERVED = (
 )
 """Model, record, machine, and the record whose eager runs it is compared with."""
 _TOTAL = "total_tokens_per_s"
+_CHECKED = "qwen3-0.6b", "llama-3.2-1b", "qwen3-30b-a3b-fp8"
 LENGTHS = {"decode": "2 in, 512 out", "mixed": "512 in, 512 out", "prefill": "512 in, 64 out"}
 
 
@@ -100,7 +101,7 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
     """vLLM and weft alive on one GPU, pass by pass in turn."""
     record = read("h200-vllm")
     for run in record.data["runs"]:
-        for row in run["table"] if len(run["engines_alive"]) > 1 else ():
+        for row in run["table"]:
             count, lengths = row["num_requests"], f"{row['input_len']} in, {row['output_len']} out"
             what = (
                 f"{MODELS.get(run['preset'], run['preset'])}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
@@ -114,7 +115,7 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
 def equality_rows() -> Iterator[tuple[str, ...]]:
     """Rows that count the greedy completions equal to those of eager steps."""
     ends = ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")
-    checks = ((MODELS[preset], f"h100-check-{preset}", "1 H100", "") for preset in ("qwen3-0.6b", "llama-3.2-1b"))
+    checks = ((MODELS[preset], f"h100-check-{preset}", "1 H100", "") for preset in _CHECKED)
     for model, name, machine, _ in (*SERVED, ends, *checks):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):

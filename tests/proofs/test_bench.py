@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from weft.proofs.bench import (
 )
 from weft.proofs.bench.operators import attention, kernels, sampling
 from weft.proofs.bench.startup import ladder_capture
+from weft.proofs.bench.vllm import __main__ as beside_vllm
 from weft.proofs.http.client import Answer, _Client
 from weft.stages.random_weights import PRESETS
 
@@ -206,3 +209,59 @@ def test_the_tasks_have_one_right_answer() -> None:
             if name.startswith("sums"):
                 a, b = own["text"].removesuffix(" =").split(" + ")
                 assert int(a) + int(b) == int(own["answer"])
+
+
+FAKE_VLLM = """
+from types import SimpleNamespace as Some
+__version__ = "0"
+class SamplingParams:
+    def __init__(self, max_tokens, **_):
+        self.max_tokens = max_tokens
+class LLM:
+    def __init__(self, model, pipeline_parallel_size, **_):
+        print("INFO 01-01 [llm.py:1] Using no attention at all")
+        scheduler, compilation, config = (Some(**kept) for kept in (
+            {"max_num_batched_tokens": 1}, {"cudagraph_mode": "none"}, {"quantization": None}
+        ))
+        parts = {"scheduler_config": scheduler, "compilation_config": compilation, "model_config": config}
+        self.llm_engine = Some(vllm_config=Some(**parts))
+    def generate(self, prompts, wanted, use_tqdm):
+        LOSES
+        return [Some(outputs=[Some(token_ids=[0] * wanted.max_tokens)]) for _ in prompts]
+"""
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_vllm_beside_weft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loses: bool
+) -> None:
+    """The protocol of turns, with a package that takes vLLM's place: both end with the run, whatever happens."""
+    (tmp_path / "vllm").mkdir()
+    made = FAKE_VLLM.replace("LOSES", "prompts = prompts[1:]" if loses else "pass")
+    (tmp_path / "vllm" / "__init__.py").write_text(made)
+    (tmp_path / "vllm" / "inputs.py").write_text("class TokensPrompt(dict):\n    pass\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(beside_vllm, "WORKLOADS", {"few": (2, 2, 3), "prompts": (3, 6, 2)})
+    processes: list[Any] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
+    argv = ["--preset", "tiny", "--workloads", "few", "prompts", "--rounds", "1", "--out", str(tmp_path)]
+    if loses:
+        with pytest.raises(SystemExit, match=r"(?s)vllm ended with 1 before vllm-0-done.*3 tokens, not 6"):
+            beside_vllm.main(argv)
+    else:
+        beside_vllm.main(argv)
+        record = json.loads((tmp_path / "vllm-tiny-pp1.json").read_text())
+        order = [(row["engine"], row["workload"], row["first"]) for row in record["rows"]]
+        turns = [(engine, workload) for workload in ("few", "prompts") for engine in ("weft", "vllm")]
+        assert order == [(*turn, first) for first in (True, False) for turn in turns]
+        few, prompts = record["table"]
+        last = {row["engine"]: row for row in record["rows"][4:6]}
+        assert few["weft"]["median"] == 6 / last["weft"]["seconds"]
+        assert few["unit"] == "output_tokens_per_s"
+        assert few["ratio"] == pytest.approx(last["vllm"]["seconds"] / last["weft"]["seconds"])
+        assert prompts["weft"]["median"] == 24 / record["rows"][6]["seconds"]
+        assert record["vllm"]["log"] == ["Using no attention at all"]
+        assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(processes) == 2
+    assert all(process.poll() is not None for process in processes)

@@ -1,0 +1,244 @@
+"""Serve the same requests by weft and by vLLM, both alive at once, by turns: how many times as fast weft is.
+
+    python -m weft.proofs.bench.vllm --presets llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
+    python -m weft.proofs.bench.vllm --presets qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out FOLDER
+    VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.vllm --python vllm-env/bin/python --presets qwen3-0.6b --out FOLDER
+
+Each engine serves a workload in turn, `--rounds` times after a first pass. weft starts first, and vLLM may then use as
+much memory of a GPU, a sixth more, and 6 GB. Weights are random, which flatters the routing of experts; the temperature
+is 1, and no completion ends early. vLLM has its defaults but for the arguments and variables that the record names.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from weft.proofs.bench.vllm.peer import write
+from weft.stages.random_weights import PRESETS
+
+WORKLOADS = {
+    "decode": (128, 2, 512),
+    "prefill": (128, 512, 64),
+    "mixed": (128, 512, 512),
+    "one": (1, 2, 256),
+    "eight": (8, 2, 256),
+}
+"""Requests, tokens in, tokens out."""
+_START_SECONDS, _TURN_SECONDS, _STOP_SECONDS = 300.0, 120.0, 20.0
+_POLL_SECONDS, _SAMPLE_SECONDS = 0.005, 2.0
+_CHOICES = re.compile(
+    r"\] ((?:Using (?!cache)|Selected|Chunked|Asynchronous|torch\.compile took|GPU KV|Graph capturing|init engine).*)"
+)
+_GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active"
+_POWER_CAP = 4
+
+
+class Engine:
+    """A process that serves turns.
+
+    Args:
+        name: `weft` or `vllm`.
+        folder: where turns and answers lie, and its output.
+        process: it.
+    """
+
+    def __init__(self, name: str, folder: Path, process: "subprocess.Popen[bytes]") -> None:
+        self.name, self.folder, self.process, self.count = name, folder, process, 0
+
+    @property
+    def log(self) -> str:
+        """What it printed."""
+        return (self.folder / f"{self.name}.log").read_text(errors="replace")
+
+    def ask(self, requests: dict[str, int] | None) -> Path:
+        """Give it a turn, or with None none any more; where its answer will be."""
+        turn = self.folder / f"{self.name}-{self.count}"
+        self.count += 1
+        write(turn, requests)
+        return turn.with_name(turn.name + "-done")
+
+    def answer(self, path: Path, seconds: float) -> dict[str, Any]:
+        """What it wrote.
+
+        Raises:
+            SystemExit: it ended, or wrote nothing in time; with the end of its output.
+        """
+        until = time.monotonic() + seconds
+        while not path.exists():
+            if self.process.poll() is not None or time.monotonic() > until:
+                ended = "took too long" if self.process.poll() is None else f"ended with {self.process.returncode}"
+                raise SystemExit(f"{self.name} {ended} before {path.name}:\n{self.log[-4000:]}")
+            time.sleep(_POLL_SECONDS)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+@contextmanager
+def running(name: str, folder: Path, command: Sequence[str], gpus: str | None) -> Iterator[Engine]:
+    """An engine's process, which ends with the block."""
+    environment = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
+    with open(folder / f"{name}.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        engine = Engine(name, folder, process)
+        try:
+            yield engine
+        finally:
+            engine.ask(None)
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def watched() -> Iterator[list[list[float]]]:
+    """Samples of the first GPU in the meantime: the clock in MHz, degrees Celsius, watts, and why the clock is what it
+    is; none without nvidia-smi."""
+    samples, stop = list[list[float]](), threading.Event()
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+
+    def sample() -> None:
+        while not stop.wait(_SAMPLE_SECONDS):
+            try:
+                text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+                samples.append([float(int(part, 0) if "x" in part else float(part)) for part in text.split(",")])
+            except (OSError, ValueError, subprocess.SubprocessError):
+                return
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
+
+
+def compare(preset: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Start both engines, let them take turns, and return what was measured."""
+    workloads = {name: WORKLOADS[name] for name in given.workloads}
+    longest = max((lengths for _, *lengths in workloads.values()), key=sum)
+    own = {"preset": preset, "pp": given.pp, "input_len": longest[0], "output_len": longest[1]}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        (folder / "driver").write_text(str(os.getpid()))
+        model = folder / preset
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(PRESETS[preset]))
+        command = [sys.executable, "-m", "weft.proofs.bench.vllm.own", name, json.dumps(own)]
+        weft = stack.enter_context(running("weft", folder, command, given.gpus))
+        started = weft.answer(folder / "weft-ready", _START_SECONDS)
+        asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1, "max_model_len": sum(longest) + 64}
+        if started["device_bytes"] is not None:
+            used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
+            asked["gpu_memory_utilization"] = round((used * 7 / 6 + 6e9) / started["device_bytes"], 3)
+        command = [given.python, str(Path(__file__).with_name("peer.py")), name, json.dumps(asked)]
+        vllm = stack.enter_context(running("vllm", folder, command, given.peer_gpus or given.gpus))
+        chosen = vllm.answer(folder / "vllm-ready", _START_SECONDS)
+        lines = (re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(vllm.log))
+        chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
+        rows = list[dict[str, Any]]()
+        turns = list(itertools.product(range(given.rounds + 1), workloads, (weft, vllm)))
+        with watched() as samples:
+            for repeat, workload, engine in tqdm(turns, desc=preset, unit="turn", disable=None):
+                count, length, most = workloads[workload]
+                requests = {"num_requests": count, "input_len": length, "output_len": most}
+                answer = engine.answer(engine.ask(requests), _TURN_SECONDS)
+                row = {"engine": engine.name, "workload": workload, "repeat": repeat, "first": repeat == 0}
+                row |= {**requests, **answer}
+                row["output_tokens_per_s"] = count * most / row["seconds"]
+                row["total_tokens_per_s"] = count * (most + length) / row["seconds"]
+                rows.append(row)
+        capped = sum(int(sample[-1]) & _POWER_CAP > 0 for sample in samples)
+        return {
+            "preset": preset,
+            "stages": given.pp or 1,
+            "weft": started,
+            "vllm": chosen,
+            "rows": rows,
+            "table": list(table(rows, workloads)),
+            "gpu_samples": {"fields": _GPU_FIELDS, "rows": samples, "power_capped": capped},
+        }
+
+
+def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """A row for each workload: both engines' passes after the first, and the ratio of their medians. Tokens of prompts
+    count where they are most of all."""
+    for workload in workloads:
+        own, peer = (
+            [row for row in rows if (row["engine"], row["workload"]) == (name, workload)] for name in ("weft", "vllm")
+        )
+        one = own[0]
+        unit = "total_tokens_per_s" if one["input_len"] > one["output_len"] else "output_tokens_per_s"
+        speeds = [[row[unit] for row in side] for side in (own, peer)]
+        medians = [statistics.median(side[1:] or side) for side in speeds]
+        yield {
+            "workload": workload,
+            **{name: one[name] for name in ("num_requests", "input_len", "output_len")},
+            "unit": unit,
+            **{
+                name: {"median": median, "min": min(side[1:] or side), "max": max(side[1:] or side), "first": side[0]}
+                for name, side, median in zip(("weft", "vllm"), speeds, medians, strict=True)
+            },
+            "ratio": medians[0] / medians[1],
+        }
+
+
+def show(found: dict[str, Any]) -> Iterator[str]:
+    """The printed lines of a comparison."""
+    peer = found["vllm"]
+    start = max(rank["first_token_seconds"] for rank in found["weft"]["ranks"])
+    yield (
+        f"{found['preset']}, {found['stages']} stage(s): ready in {start:.1f} s, vLLM {peer['version']} in "
+        f"{peer['ready_seconds']:.1f}; power capped in {found['gpu_samples']['power_capped']} of "
+        f"{len(found['gpu_samples']['rows'])} samples"
+    )
+    for row in found["table"]:
+        own, other = row["weft"], row["vllm"]
+        yield (
+            f"  {row['workload']:<8} {own['median']:>9,.0f} ({own['min']:,.0f} to {own['max']:,.0f}; first "
+            f"{own['first']:,.0f})   {other['median']:>9,.0f} ({other['min']:,.0f} to {other['max']:,.0f}; first "
+            f"{other['first']:,.0f})   {row['ratio']:.2f}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare each preset, print a table, and write `vllm-PRESET-ppN.json`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.bench.vllm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--presets", "--preset", nargs="+", choices=PRESETS, required=True, help="of `weft bench`")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="in order (all)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after the first pass (3)")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of both (1)")
+    parser.add_argument("--gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of weft, and of vLLM without --peer-gpus")
+    parser.add_argument("--peer-gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of vLLM")
+    parser.add_argument("--python", default=sys.executable, help="that has vLLM (this one)")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
+    given = parser.parse_args(argv)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for preset in given.presets:
+        found = compare(preset, given)
+        print(*show(found), sep="\n", flush=True)
+        (given.out / f"vllm-{preset}-pp{given.pp or 1}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""vLLM's process. It runs in vLLM's own environment, by path, so it imports nothing of weft.
+
+python peer.py FOLDER '{"model": DIRECTORY, "gpu_memory_utilization": 0.3, "max_model_len": 1088}'
+"""
+
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_POLL_SECONDS = 0.005
+
+
+def turns(folder: Path, engine: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Each turn of an engine as it comes, and where its answer belongs, until there are no more.
+
+    Raises:
+        SystemExit: the process that gives the turns has ended.
+    """
+    driver = int((folder / "driver").read_text())
+    for number in range(sys.maxsize):
+        turn = folder / f"{engine}-{number}"
+        while not turn.exists():
+            try:
+                os.kill(driver, 0)
+            except ProcessLookupError:
+                sys.exit("the process that gives the turns has ended")
+            time.sleep(_POLL_SECONDS)
+        asked = json.loads(turn.read_text())
+        if asked is None:
+            return
+        yield folder / f"{engine}-{number}-done", asked
+
+
+def write(path: Path, value: Any) -> None:
+    """Write JSON, so that whoever sees the file sees all of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
+
+
+def main() -> None:
+    """Start vLLM, and serve each turn's requests."""
+    folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    began = time.perf_counter()
+    vllm: Any = importlib.import_module("vllm")
+    prompt_type: Any = importlib.import_module("vllm.inputs").TokensPrompt
+    imported = time.perf_counter()
+    arguments = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "max_num_seqs": 128,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        **given,
+    }
+    llm = vllm.LLM(**arguments)
+    ready, config = time.perf_counter(), llm.llm_engine.vllm_config
+    write(
+        folder / "vllm-ready",
+        {
+            "version": vllm.__version__,
+            "torch": importlib.import_module("torch").__version__,
+            "import_seconds": round(imported - began, 2),
+            "ready_seconds": round(ready - imported, 2),
+            "arguments": arguments,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "quantization": config.model_config.quantization,
+            "variables": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
+        },
+    )
+    draw = random.Random(0)
+    for answer, asked in turns(folder, "vllm"):
+        count, length, most = asked["num_requests"], asked["input_len"], asked["output_len"]
+        prompts = [prompt_type(prompt_token_ids=draw.choices(range(1000, 100_000), k=length)) for _ in range(count)]
+        wanted = vllm.SamplingParams(
+            max_tokens=most, min_tokens=most, ignore_eos=True, temperature=1.0, detokenize=False
+        )
+        start = time.perf_counter()
+        done = llm.generate(prompts, wanted, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(one.outputs[0].token_ids) for one in done)
+        assert tokens == count * most, f"{tokens} tokens, not {count * most}"
+        write(answer, {"seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()
