@@ -22,7 +22,7 @@ from weft.ops.experts.routing import route
 from weft.ops.norm import add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.products.fp8 import BLOCK
 from weft.ops.products.gate import silu_mul, silu_mul_quantized
-from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.linear import fp8_linear, linear, swiglu
 from weft.ops.products.lora import add_lora
 from weft.ops.rotary import rotate_and_keep
 from weft.ops.transfers.collective import axis_index
@@ -244,14 +244,18 @@ def feed_forward(
     """
     dtype = x.plain.dtype
     if layer.router is None or config.moe is None:
-        gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias, min(leaves, 1))
-        gate_up = adapted(gate_up, x.plain, layer.lora.gate_up, batch)
-        if layer.down_scale is None or (layer.lora.down is not None and batch.adapters is not None):
+        adapts, lora = batch.adapters is not None, layer.lora
+        if layer.gate_up_scale is None and not leaves and not (adapts and lora.gate_up is not None):
+            inner = swiglu(x.plain, layer.gate_up_proj, layer.gate_up_bias)
+        else:
+            gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias, min(leaves, 1))
+            gate_up = adapted(gate_up, x.plain, lora.gate_up, batch)
+            if layer.down_scale is not None and not (adapts and lora.down is not None):
+                fp8 = silu_mul_quantized(gate_up, dtype)
+                return fp8_linear(fp8, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype, leaves=leaves)
             inner = silu_mul(gate_up, dtype)
-            down = project(Normed(inner), layer.down_proj, layer.down_scale, layer.down_bias, leaves)
-            return adapted(down, inner, layer.lora.down, batch, leaves)
-        quantized = silu_mul_quantized(gate_up, dtype)
-        return fp8_linear(quantized, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype, leaves=leaves)
+        down = project(Normed(inner), layer.down_proj, layer.down_scale, layer.down_bias, leaves)
+        return adapted(down, inner, lora.down, batch, leaves)
     weights, experts = route(linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype)
     first = 0 if config.moe.held is None else axis_index(AXIS) * config.moe.held
     return run_experts(

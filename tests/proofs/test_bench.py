@@ -103,9 +103,7 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert {(row["model"], row["tokens"]) for row in rows} == {
         (m, n) for m in ("tiny, experts", "tiny") for n in (1, 3)
     }
-    assert {"run_experts", "route", "fp8_linear", "linear", "rotate_and_keep", "silu_mul"} <= {
-        r["kernel"] for r in rows
-    }
+    assert {"run_experts", "route", "fp8_linear", "linear", "rotate_and_keep", "swiglu"} <= {r["kernel"] for r in rows}
     for row in rows:
         assert row["share"] * row["us"] == pytest.approx(row["floor_us"])
         assert row["floor_us"] > 0

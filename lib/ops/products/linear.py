@@ -14,6 +14,7 @@ from weft.ops.products.fp8 import (
     dequantize_weight,
     reference_quantize,
 )
+from weft.ops.products.gate import functional_silu_mul, silu_mul
 from weft.ops.products.parts import widened
 from weft.ops.register import operator
 from weft.ops.tiles.linear import linear_parts
@@ -62,6 +63,29 @@ def linear(
         DescriptorError: K is no multiple of the leaves.
     """
     return multiply(x, weight, bias, batch_invariant) if not leaves else _multiply_leaves(x, weight, bias, leaves)
+
+
+@operator(
+    kernel="weft.ops.products.linear_triton:swiglu",
+    fake=lambda x, weight: x.new_empty((x.shape[0], weight.shape[0] // 2)),
+    functional=lambda x, weight, bias=None: functional_silu_mul(F.linear(x, weight, bias), x.dtype),
+)
+def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)` (Shazeer, arXiv 2002.05202): `silu_mul` of `linear`, with the bits of these where
+    the product has one part.
+
+    Args:
+        x: `[T, K]`.
+        weight: `[2 * I, K]`, of x's dtype: the rows of the gate, and those of up.
+        bias: `[2 * I]`.
+
+    Returns:
+        `[T, I]` of x's dtype.
+
+    >>> swiglu(torch.tensor([[2.0]]), torch.tensor([[0.5], [1.0]]))
+    tensor([[1.4621]])
+    """
+    return silu_mul.reference(multiply(x, weight, bias, batch_invariant), x.dtype)
 
 
 def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:

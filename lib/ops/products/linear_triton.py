@@ -1,5 +1,6 @@
-"""The CUDA implementation of `weft::linear` and `weft::fp8_linear`, in Triton. Import it only where triton is
-installed."""
+"""The CUDA implementation of `weft::linear`, `weft::swiglu` and `weft::fp8_linear`, in Triton.
+
+Import it only where triton is installed."""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -8,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,7 +18,8 @@ from weft.ops.constants import is_constant
 from weft.ops.kernel_triton import begin, early, is_asking, kernel, release
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import multiply
-from weft.ops.tiles.linear import linear_tile, one_part_tile
+from weft.ops.products.gate_triton import silu_mul
+from weft.ops.tiles.linear import gated_tile, linear_tile, one_part_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
 
 _WIDE = Tile(64, 64, 32, 4, 2)
@@ -42,7 +45,7 @@ def _linear_kernel(
     x, x_scales, weight, scale, bias, out, tokens, rows, columns, share,
     FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr, SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr, AHEAD: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, AHEAD: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         release()  # the first tiles are asked for before it begins
@@ -55,7 +58,10 @@ def _linear_kernel(
         first = place // (GROUP * row_tiles) * GROUP
         size, place = tl.minimum(tl.num_programs(1) - first, GROUP), place % (GROUP * row_tiles)
         row_tile, token_tile = place // size, first + place % size
-    n = row_tile * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, ROWS)
+    n = row_tile * ROWS + i
+    if GATED:  # 8 rows of the gate and then the same 8 of up, so that one thread has what belongs together
+        n = row_tile * (ROWS // 2) + i // 16 * 8 + i % 8 + i // 8 % 2 * (rows // 2)
     t = token_tile * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
     low = part * share
@@ -73,6 +79,10 @@ def _linear_kernel(
             columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP,
         )  # fmt: skip
     release()
+    if GATED:
+        acc = _gate_rows(acc, ROWS, TOKENS, SWAP, out.dtype.element_ty)
+        rows = rows // 2
+        n = row_tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
     first = out + part.to(tl.int64) * tokens * rows
     if SWAP:
         place = first + t.to(tl.int64)[None, :] * rows + n[:, None]
@@ -80,6 +90,20 @@ def _linear_kernel(
     else:
         place = first + t.to(tl.int64)[:, None] * rows + n[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < rows)[None, :])
+
+
+@triton.jit
+def _gate_rows(acc, ROWS: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr, TYPE: tl.constexpr):
+    """`silu(gate) * up`, each rounded to TYPE, in float32, of a product whose rows are 8 of the gate, 8 of up, 8 of the
+    gate, and so on; half as many rows."""
+    HALF: tl.constexpr = ROWS // 2
+    if SWAP:
+        pairs = tl.permute(tl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
+    else:
+        pairs = tl.permute(tl.reshape(acc, (TOKENS, ROWS // 16, 2, 8)), (0, 1, 3, 2))
+    gate, up = tl.split(pairs.to(TYPE).to(tl.float32))
+    gated = gate / (1 + tl.exp(-gate)) * up
+    return tl.reshape(gated, (HALF, TOKENS)) if SWAP else tl.reshape(gated, (TOKENS, HALF))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batch_invariant: bool = False) -> Tensor:
@@ -93,6 +117,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batc
     if tile is not None and batch_invariant and x.shape[0] >= _BLOCKS[-1] and _is_large(weight):
         return _in_blocks(x.contiguous(), weight, bias, tile)
     return F.linear(x, weight, bias) if tile is None else run_tile(x, None, weight, None, bias, x.dtype, tile)
+
+
+def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor:
+    """`weft::swiglu`."""
+    tile = None if batch_invariant or x.itemsize != 2 else gated_tile(x.shape[0], *weight.shape)
+    if tile is None:
+        return silu_mul(linear(x, weight, bias, 0, batch_invariant), x.dtype)
+    return run_tile(x, None, weight, None, bias, x.dtype, tile, gated=True)
 
 
 def _is_large(weight: Tensor) -> bool:
@@ -209,9 +241,10 @@ def run_tile(
     dtype: torch.dtype,
     tile: Tile,
     leaves: int = 0,
+    gated: bool = False,
 ) -> Tensor:
     """A linear layer with this tile, in FP8 if the weights and x have scales; its parts are leaves, if there are
-    some."""
+    some. `gated`: its first half is the gate of the second, in a tile of one part."""
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
     if leaves:
@@ -223,7 +256,7 @@ def run_tile(
         share = cdiv(cdiv(columns, tile.columns), tile.parts) * tile.columns
         parts, segments = cdiv(columns, share), 1
     is_whole, even = parts == 1 and not leaves, (share if leaves else columns) % tile.columns == 0
-    shape = (tokens, rows) if is_whole else (parts, tokens, rows)
+    shape = (tokens, rows // 2 if gated else rows) if is_whole else (parts, tokens, rows)
     out = x.new_empty(shape, dtype=dtype if is_whole else torch.float32)
     token_tiles = cdiv(tokens, tile.tokens)
     with torch.cuda.device_of(x):
@@ -235,6 +268,6 @@ def run_tile(
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64, SEGMENTS=segments,
                 GROUP=_GROUP if token_tiles > 2 else 1,
                 AHEAD=tile.ahead, ALL=share <= tile.ahead * tile.columns, EARLY=tile.ahead > 0 and is_constant(weight),
-                num_warps=tile.warps, num_stages=tile.stages, **early(x),
+                GATED=gated, num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from weft.ops.products.fp8 import BLOCK
 from weft.ops.tiles.candidates import candidates
-from weft.ops.tiles.formula import COPY_SECONDS
+from weft.ops.tiles.formula import COPY_SECONDS, gate_seconds
 from weft.ops.tiles.gpus import MEASURED, device
 from weft.ops.tiles.model import model
 from weft.ops.tiles.tile import FEW_TOKENS, Tile, cdiv, power_of_two, segment_columns
@@ -50,6 +50,23 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool, batch_invariant
     if device() is None:
         return attrs.evolve(_by_rule(tokens, rows, columns, fp8), parts=parts, segments=segments)
     return attrs.evolve(_best_of_parts(_rounded(tokens), rows, columns, fp8, parts), segments=segments)
+
+
+@functools.lru_cache(maxsize=4096)
+def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
+    """The tile of a product in 16 bits whose first half of rows is the gate of the second, so that it has one part;
+    None: the product, and then the gate, take less."""
+    best, gpu = linear_tile(tokens, rows, columns, False), device()
+    if gpu is None or (best is not None and best.parts == 1):
+        return best
+    steps = cdiv(columns, 128)
+    if best is not None and best.ahead > 1:  # all weights are on their way at once
+        return Tile(64, 16, 128, 4, 1, ahead=power_of_two(steps)) if steps <= 2 * _MOST_AHEAD else None
+    whole = _best_of_parts(_rounded(tokens), rows, columns, False, 1)
+    apart, together = model(False).costs(_rounded(tokens), rows, columns, [best, whole], gpu)
+    if together > apart + gate_seconds(tokens, rows):
+        return None
+    return attrs.evolve(whole, ahead=128 // whole.columns) if tokens <= FEW_TOKENS else whole
 
 
 def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:

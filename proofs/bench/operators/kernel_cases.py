@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from weft.ops import norm, rotary
 from weft.ops.experts import products
 from weft.ops.experts.routing import route
-from weft.ops.products import fp8, gate, linear
+from weft.ops.products import fp8, linear
 from weft.ops.products.parts import sum_parts
 from weft.proofs.bench.graphs import LEAST_BYTES
 from weft.proofs.bench.operators.sizes import Sizes
@@ -89,8 +89,7 @@ def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
         yield route_case(make, sizes, tokens)
         yield experts_case(make, sizes, tokens)
     else:
-        yield linear_case(make, "gate_up", tokens, 2 * sizes.inner, sizes.hidden, "plain")
-        yield gate_case(make, sizes, tokens)
+        yield linear_case(make, "gate_up", tokens, 2 * sizes.inner, sizes.hidden, "gated")
         yield linear_case(make, "down", tokens, sizes.hidden, sizes.inner, "plain")
 
 
@@ -112,15 +111,19 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
     """A linear layer.
 
     Args:
-        kind: `plain`; `quantized`, in FP8 with a quantised input; or `fp8`, which quantises its input itself.
+        kind: `plain`; `gated`, the same with a gate in its first half; `quantized`, in FP8 with a quantised input; or
+            `fp8`, which quantises its input itself.
     """
-    copies, x = make.copies(rows, columns, itemsize=2 if kind == "plain" else 1), make.randn(tokens, columns)
+    has_scales = kind in ("quantized", "fp8")
+    copies, x = make.copies(rows, columns, itemsize=1 if has_scales else 2), make.randn(tokens, columns)
     shape, out_bytes = f"{name} {rows}x{columns}", tokens * rows * 2
-    if kind == "plain":
+    if not has_scales:
         plain = [make.randn(rows, columns) for _ in range(copies)]
-        calls: list[Callable[[], Any]] = [partial(linear.linear, x, w) for w in plain]
-        moved = nbytes(x, plain[0]) + out_bytes
-        return Case("linear", shape, tokens, moved, calls, lambda: F.linear(x.double(), plain[0].double()))
+        op, moved = linear.swiglu if kind == "gated" else linear.linear, nbytes(x, plain[0])
+        calls: list[Callable[[], Any]] = [partial(op, x, w) for w in plain]
+        if kind == "gated":
+            return Case("swiglu", shape, tokens, moved + out_bytes // 2, calls, lambda: op.reference(x, plain[0]))
+        return Case("linear", shape, tokens, moved + out_bytes, calls, lambda: F.linear(x.double(), plain[0].double()))
     weights = [make.fp8(rows, columns) for _ in range(copies)]
     made = fp8.Quantized(*fp8.reference_quantize(x))
     given = made if kind == "quantized" else x
@@ -151,13 +154,6 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
         "rotate_and_keep", shape, tokens, moved, [lambda: rotary.rotate_and_keep(*args, pages, *rest)],
         lambda: (rotary._rotate_and_keep.reference(*args, other, *rest), other),
     )  # fmt: skip
-
-
-def gate_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
-    """`silu(gate) * up`."""
-    x = make.randn(tokens, 2 * sizes.inner)
-    call, moved = [lambda: gate.silu_mul(x, make.dtype)], nbytes(x) * 3 // 2
-    return Case("silu_mul", f"{sizes.inner}", tokens, moved, call, lambda: gate.silu_mul.reference(x, make.dtype))
 
 
 def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:

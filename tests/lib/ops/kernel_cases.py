@@ -147,6 +147,26 @@ def parts() -> list[Case]:
     return found
 
 
+def gated() -> list[Case]:
+    """Products that end with a gate: few tokens and many, rows that are not those of whole tiles, weights ahead."""
+    found, kernel = [], "weft.ops.products.linear_triton:run_tile"
+    for tokens, inner, columns, tile in (
+        (1, 40, 300, Tile(64, 16, 64, 4, 2)),
+        (5, 100, 900, Tile(64, 16, 128, 4, 2, ahead=1)),
+        (5, 64, 900, Tile(64, 16, 128, 4, 1, ahead=8)),
+        (40, 72, 200, Tile(128, 32, 64, 4, 2)),
+        (70, 100, 256, Tile(64, 64, 128, 4, 2)),
+        (130, 64, 200, Tile(128, 128, 64, 8, 2)),
+    ):
+        x, weight, bias = randn(tokens, columns), randn(2 * inner, columns), randn(2 * inner) if tokens < 70 else None
+        given = (x, None, weight, None, bias, torch.float32)
+        name, args = f"swiglu {tokens} {inner}", (x, weight, bias)
+        found.append(Case(name, kernel, "products.linear:swiglu", args, (tile, 0, True), tolerance=2e-5, given=given))
+        name, kernel_of_any = f"swiglu {tokens} {inner}, any tile", "weft.ops.products.linear_triton:swiglu"
+        found.append(Case(name, kernel_of_any, "products.linear:swiglu", args, tolerance=2e-5))
+    return found
+
+
 def leaves() -> list[Case]:
     """Products cut into leaves, of columns that are and are not those of a tile, and the sum of leaves."""
     found, module = [], "weft.ops.products.linear_triton"
@@ -284,5 +304,5 @@ def turns() -> list[Case]:
     return found
 
 
-CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *leaves(), *loras(), *experts()]
+CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *gated(), *leaves(), *loras(), *experts()]
 CASES += [*requests(), *turns()]

@@ -45,6 +45,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "silu_mul": gate.silu_mul,
     "silu_mul_quantized": gate._silu_mul_quantized,
     "sum_leaves": leaves.sum_leaves,
+    "swiglu": linear.swiglu,
     "token_logprobs": sample.token_logprobs,
     "turn_tables": rotary.turn_tables,
 }
@@ -54,7 +55,7 @@ INVARIANT = {
     f"{name}_batch_invariant" if "." in name else f"{name}.batch_invariant": name
     for name in (
         "add_lora", "fp8_linear", "linear", "paged_attention", "paged_attention.quantized", "run_experts", "sample",
-        "sample_rows",
+        "sample_rows", "swiglu",
     )
 }  # fmt: skip
 """The operators that are called in `weft.batch_invariant()`, by name, and those that are called elsewhere."""
@@ -162,6 +163,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "silu_mul": [(y, dtype) for y in (x, parted)],
         "silu_mul_quantized": [(x, dtype)],
         "sum_leaves": [(parts(4, 3, 6), count, dtype) for count in (1, 2, 4)],
+        "swiglu": [(x, randn(8, 6), None), (x, randn(8, 6), randn(8))],
         "token_logprobs": [(randn(3, 10), torch.tensor([[0, 9], [3, 3], [5, 1]]))],
         "turn_tables": [(randn(3), places, 1.5, dtype) for places in (integers(0, 3, 7), torch.ones(4, 3).long())],
     }  # fmt: skip

@@ -14,7 +14,7 @@ from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
 from weft.ops.products.fp8 import quantize
 from weft.ops.products.gate import silu_mul
-from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.linear import fp8_linear, linear, swiglu
 from weft.ops.products.lora import add_lora
 from weft.ops.products.parts import sum_parts
 from weft.ops.sampling.sample import sample, token_logprobs
@@ -75,6 +75,13 @@ def test_linear_in_fp8(device: str, shape: tuple[int, int]) -> None:
 def test_the_gate(device: str, dtype: torch.dtype) -> None:
     x = torch.randn(few(device), 2 * 37, device=device, dtype=dtype)
     check_counts(lambda index: silu_mul(x[index.to(device)], dtype), len(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_and_its_gate(device: str, dtype: torch.dtype) -> None:
+    x, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((few(device), 1000), (2 * 260, 1000)))
+    check_counts(lambda index: swiglu(x[index.to(device)], weight), len(x))
 
 
 @pytest.mark.parametrize("device", DEVICES)

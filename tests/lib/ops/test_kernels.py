@@ -18,7 +18,9 @@ from weft.errors import DeviceError
 from weft.ops import register
 from weft.ops.backends import backends
 from weft.ops.products.fp8 import reference_quantize
+from weft.ops.products.linear import swiglu
 from weft.ops.products.parts import sum_parts
+from weft.ops.tiles.linear import gated_tile
 
 _INTERPRETED = """
 import sys, torch
@@ -111,6 +113,27 @@ def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
     in_fp8 = any(isinstance(x, Tensor) and x.dtype == FP8 for x in case.args)
     for one, other in pairs:
         assert_near(one.cpu(), other, 2e-2 if in_fp8 else 10 * case.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(6144, 1024), (16384, 2048), (28672, 4096), (1000, 300)], ids=str)
+def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from weft.ops.products.gate_triton import silu_mul
+    from weft.ops.products.linear_triton import run_tile
+
+    rows, columns = shape
+    weight, bias = (torch.randn(one, device="cuda", dtype=dtype) / columns**0.5 for one in (shape, rows))
+    found = 0
+    for tokens in (1, 2, 7, 16, 17, 40, 64, 96, 128):
+        tile = gated_tile(tokens, rows, columns)
+        if tile is None:
+            continue
+        x, found = torch.randn(tokens, columns, device="cuda", dtype=dtype), found + 1
+        gated = run_tile(x, None, weight, None, bias, dtype, tile, gated=True)
+        assert torch.equal(gated, silu_mul(run_tile(x, None, weight, None, bias, dtype, tile), dtype)), tokens
+        assert torch.equal(gated, swiglu(x, weight, bias)), tokens
+    assert found >= 5
 
 
 def fused() -> list[tuple[str, tuple[Any, ...]]]:

@@ -15,7 +15,7 @@ from weft.ops.experts.routing import route
 from weft.ops.norm import add_rms_norm_quantized, rms_norm
 from weft.ops.products.fp8 import ceil_blocks, quantize
 from weft.ops.products.gate import silu_mul, silu_mul_quantized
-from weft.ops.products.linear import fp8_linear, linear
+from weft.ops.products.linear import fp8_linear, linear, swiglu
 from weft.ops.products.parts import sum_parts
 
 TOKENS = (1, 2, 5, 16, 17)
@@ -103,7 +103,7 @@ def block(params: dict[str, Any], x: Tensor) -> Tensor:
         normed = rms_norm(total, gain, 1e-6)
         if i == 2:
             up = rms_norm(up, torch.ones_like(gain), 1e-6)
-        inner = silu_mul(linear(normed, up), x.dtype)
+        inner = silu_mul(linear(normed, up), x.dtype) if i == 1 else swiglu(normed, up)
         total = total + sum_parts(linear(inner, down), x.dtype)
     return total
 

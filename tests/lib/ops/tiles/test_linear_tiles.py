@@ -20,7 +20,7 @@ from weft.ops.tiles import linear
 from weft.ops.tiles.candidates import TILES, candidates
 from weft.ops.tiles.formula import Coefficients, formula_seconds
 from weft.ops.tiles.gpus import MEASURED, Device, device
-from weft.ops.tiles.linear import linear_parts, linear_segments, linear_tile, scaled_mm_lacks
+from weft.ops.tiles.linear import gated_tile, linear_parts, linear_segments, linear_tile, scaled_mm_lacks
 from weft.ops.tiles.model import MODEL, Choice, Model, model
 from weft.ops.tiles.tile import segment_columns
 from weft.proofs.bench.tiles import fit
@@ -39,7 +39,7 @@ def cases() -> dict[bool, list[Case]]:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget what was chosen, before and after."""
-    remembered: list[Any] = [device, linear.scaled_mm_lacks, linear.linear_tile]
+    remembered: list[Any] = [device, linear.scaled_mm_lacks, linear.linear_tile, linear.gated_tile]
     remembered += [linear._best, linear._best_of_parts]
     for one in remembered:
         one.cache_clear()
@@ -99,6 +99,29 @@ def test_every_shape_has_a_tile(tokens: int, rows: int, columns: int, fp8: bool)
         assert -(-steps // one.parts) * (one.parts - 1) < steps  # every part has columns, the last one too
     parts = linear_parts(tokens, rows, columns, fp8)
     assert parts == (1 if tile is None else tile.parts)
+
+
+@settings(deadline=None)
+@given(tokens=st.integers(1, 3000), rows=sizes, columns=sizes)
+def test_a_product_that_ends_with_a_gate_has_one_part(tokens: int, rows: int, columns: int) -> None:
+    plain, tile = linear_tile(tokens, rows, columns, False), gated_tile(tokens, rows, columns)
+    if plain is not None and plain.parts == 1:
+        assert tile == plain
+    if tile is not None:
+        assert tile.parts == 1
+        assert tile.rows >= 16
+        assert (tile.ahead > 0) is (tokens <= 16)
+        shared = (tile.rows + tile.tokens) * tile.columns * 2 * max(tile.stages, tile.ahead)
+        assert shared <= 227 * 2**10
+
+
+def test_a_gate_joins_its_product_where_that_takes_less(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(gated_tile(tokens, 28672, 4096) for tokens in (1, 16, 64))
+    assert [gated_tile(tokens, 28672, 4096) for tokens in (512, 8192)] == [None, None]  # torch's product, and a gate
+    for cached in (linear.gated_tile, linear.linear_tile, linear._best):
+        cached.cache_clear()
+    monkeypatch.setattr(linear, "device", lambda: None)
+    assert gated_tile(1, 28672, 4096) is None
 
 
 @settings(deadline=None)
