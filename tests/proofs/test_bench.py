@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from weft.ops.attention.launch import plan_launch
 from weft.proofs.bench import (
     accuracy_http,
     changed_models,
@@ -37,6 +38,20 @@ def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "copies" in [row["op"] for row in report["environment"]["ops"]]
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 1 + len(report["rows"])
+
+
+def test_tiles_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["attention", "--out", str(tmp_path), "--quick", "--tiles"])
+    before = plan_launch(600, 2, 4, 8, 128, 1024, 600, 2, 2, 132)
+    attention.main()
+    rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert [row["backend"] for row in rows][:2] == ["128 x 64, 4 warps, 2 stages", "128 x 64, 8 warps, 2 stages"]
+    assert len({row["backend"] for row in rows}) == len(rows) == 1 + len(attention.TILES)
+    assert sum(row["best"] for row in rows) == 1
+    with attention.prompt_tile(64, (32, 4, 3)):
+        tried = plan_launch(600, 2, 4, 8, 128, 1024, 600, 2, 2, 132)
+    assert (tried.rows, tried.keys, tried.warps, tried.stages) == (64, 32, 4, 3)
+    assert plan_launch(600, 2, 4, 8, 128, 1024, 600, 2, 2, 132) == before
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """The attention back ends by shape: decodes in a graph, and the prompts of one step.
 
-    python -m weft.proofs.bench.operators.attention [--out FOLDER] [--quick]
+    python -m weft.proofs.bench.operators.attention [--out FOLDER] [--quick] [--tiles]
 
 Heads of 128 in bfloat16 on pages of 16, in the numbers of three models. A decode's figure is the share of the H200's
 copy bandwidth (4.27 TB/s) at which keys and values are read, over replays of a graph; only back ends that can be in one
 are timed. A step's figure is TFLOP/s of causal attention. Neither has the plan, whose microseconds on the host stand
-beside it. `best` marks the fastest of a shape. Without a GPU tiny shapes run, only to show that it runs.
+beside it. `best` marks the fastest of a shape. With `--tiles` only steps are timed, by weft's kernel with other numbers
+of rows, keys, warps and stages than its own, which comes first. Without a GPU tiny shapes run, only to show that it
+runs.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.ops.attention import launch
 from weft.ops.attention.backends import BACKENDS, AttentionBackend
 from weft.proofs.bench.graphs import graph_seconds
 from weft.proofs.environment import environment
@@ -40,6 +44,11 @@ STEPS = {
     "4 x 480 and 128 decodes at 600": (*((0, 480),) * 4, *((599, 1),) * 128),
 }
 TINY_STEPS = {"2 x 5": ((0, 5),) * 2}
+TILES = (
+    (128, (64, 8, 2)), (128, (64, 4, 3)), (128, (32, 4, 3)), (128, (128, 8, 2)), (128, (64, 8, 3)),
+    (64, (64, 4, 2)), (64, (64, 4, 3)), (64, (32, 4, 3)), (64, (128, 4, 2)), (64, (32, 4, 4)),
+)  # fmt: skip
+"""The most rows of a program, and the keys of a tile, warps and stages, to be tried for prompts."""
 
 
 @attrs.frozen
@@ -138,12 +147,42 @@ def time_all(device: str, *, quick: bool) -> Iterator[Row]:
             yield from time_case(case, model, shape, 512.0 * heads[0] * pairs, names, device, decodes=False)
 
 
+def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
+    """The rows of steps with each tile, as they come."""
+    own = [(launch._PROMPT_ROWS, launch._PROMPT_TILE)]
+    back_end = "torch" if device == "cpu" else "triton"
+    for model, heads in HEADS.items() if not quick else [("tiny", (4, 2))]:
+        for shape, step in (TINY_STEPS if quick else STEPS).items():
+            case, found = make_case(step, heads, device), list[Row]()
+            work = 512.0 * heads[0] * sum(new * past + new * (new + 1) / 2 for past, new in step)
+            for rows, tile in own + [one for one in TILES if one not in own]:
+                with prompt_tile(rows, tile):
+                    name = f"{rows} x {tile[0]}, {tile[1]} warps, {tile[2]} stages"
+                    (row,) = time_case(case, model, shape, work, [back_end], device, decodes=False)
+                found.append(attrs.evolve(row, backend=name, best=False))
+            fastest = min(row.us for row in found)
+            yield from (attrs.evolve(row, best=row.us == fastest) for row in found)
+
+
+@contextmanager
+def prompt_tile(rows: int, tile: tuple[int, int, int]) -> Iterator[None]:
+    """A context in which prompts have this tile."""
+    kept = launch._PROMPT_ROWS, launch._PROMPT_TILE, launch._tile
+    launch.plan_launch.cache_clear()
+    launch._PROMPT_ROWS, launch._PROMPT_TILE, launch._tile = rows, tile, lambda *_: tile
+    try:
+        yield
+    finally:
+        launch._PROMPT_ROWS, launch._PROMPT_TILE, launch._tile = kept
+        launch.plan_launch.cache_clear()
+
+
 def show(row: Row) -> None:
     """Print a row."""
     rate = f"{row.rate:>8.2f} TB/s {row.share:>5.0%}" if row.share is not None else f"{row.rate:>8.0f} TFLOP/s  "
     plan = "" if row.plan_us is None else f"  plan {row.plan_us:,.0f} us"
     sign = "*" if row.best else " "
-    print(f"{row.model:<14}{row.shape:<32}{row.backend:<12}{sign}{row.us:>10.1f} us {rate}{plan}", flush=True)
+    print(f"{row.model:<14}{row.shape:<32}{row.backend:<29}{sign}{row.us:>10.1f} us {rate}{plan}", flush=True)
 
 
 def main() -> None:
@@ -151,10 +190,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--tiles", action="store_true", help="prompts alone, with other tiles")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
-    for row in time_all(device, quick=given.quick or device == "cpu"):
+    rows, timed = [], time_tiles if given.tiles else time_all
+    for row in timed(device, quick=given.quick or device == "cpu"):
         show(row)
         rows.append(attrs.asdict(row))
     if given.out:
