@@ -42,7 +42,7 @@ from .transforms.engine.generate import Completion as Completion, generate as ge
 from .transforms.engine.logprobs import logprobs as logprobs
 from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation
 from .transforms.engine.outputs import RequestOutput as RequestOutput
-from .transforms.engine.prompts import EmbedsPrompt as EmbedsPrompt
+from .transforms.engine.requests.prompts import EmbedsPrompt as EmbedsPrompt
 from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
 from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch, dispatch_table as dispatch_table
 from .transforms.graphs.graphified import clear_caches as clear_caches

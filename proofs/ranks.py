@@ -27,7 +27,7 @@ from weft.proofs.laws.engine.serving import spanned
 from weft.proofs.serving import serve
 from weft.proofs.strategies.engine.traces import Trace, traces
 from weft.state import advance
-from weft.transforms.engine.executor import PipelineExecutor, StepExecutor
+from weft.transforms.engine.steps.executor import PipelineExecutor, StepExecutor
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder

@@ -8,10 +8,10 @@ import attrs
 from weft.outputs import Output
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.strategies.engine.traces import Trace
-from weft.transforms.engine.requests import HostState, RequestState
-from weft.transforms.engine.results import FinishedWork
+from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.results import FinishedWork
+from weft.transforms.engine.steps.step import Work
 
 _VOCABULARY = 11
 """Tokens that are made up; every model that is drawn has as many."""

@@ -26,8 +26,8 @@ from weft.transforms.cli.bench import start_engine
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.executor import PipelineExecutor, StepExecutor
-from weft.transforms.engine.step import with_edits
+from weft.transforms.engine.steps.executor import PipelineExecutor, StepExecutor
+from weft.transforms.engine.steps.step import with_edits
 
 _SPLITS = "1x1", "1x2", "2x1", "4x1"
 _STEPS, _ROUNDS, _FIRST = 60, 5, 4

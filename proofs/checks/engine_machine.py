@@ -21,9 +21,9 @@ from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.requests.masks import Mask
 
 LAW = "L11 an engine serves as alone"
 MAX_REQUESTS = 5

@@ -9,9 +9,9 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.requests.host_state import sample_seeds
+from weft.transforms.engine.requests.masks import Mask
 
 
 @attrs.frozen(eq=False)

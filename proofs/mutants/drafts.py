@@ -15,12 +15,12 @@ from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
 from weft.stages.head import count_right
 from weft.state import State, _advance_verified
-from weft.transforms.engine.requests import HostState, RequestState
+from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.scheduler import _pages_needed
 
 _HEAD, _STATE = "weft.stages.head", "weft.state"
 _DRAFTING, _SCHEDULER = "weft.stages.drafting", "weft.transforms.engine.scheduler"
-_REQUESTS = "weft.transforms.engine.requests"
+_REQUESTS = "weft.transforms.engine.requests.host_state"
 
 
 def _one_more(token_ids: Tensor, drafts: Tensor) -> Tensor:

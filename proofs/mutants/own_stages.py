@@ -15,14 +15,14 @@ from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.stages.sown import Sown
 from weft.state import State, admit, resolve
-from weft.transforms.engine import prefix_cache
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.prompts import with_token_extras
-from weft.transforms.engine.requests import Request, salt
-from weft.transforms.engine.step import batch_token_extras
+from weft.transforms.engine.requests import prefix_cache
+from weft.transforms.engine.requests.host_state import Request, salt
+from weft.transforms.engine.requests.prompts import with_token_extras
+from weft.transforms.engine.steps.step import batch_token_extras
 
-_REQUESTS, _STEP = "weft.transforms.engine.requests", "weft.transforms.engine.step"
-_PREFIX_CACHE = "weft.transforms.engine.prefix_cache"
+_REQUESTS, _STEP = "weft.transforms.engine.requests.host_state", "weft.transforms.engine.steps.step"
+_PREFIX_CACHE = "weft.transforms.engine.requests.prefix_cache"
 
 
 def _of_the_row_below(state: State, batch: Batch) -> ResolvedBatch:
@@ -195,7 +195,7 @@ OWN_STAGES = (
     Mutant(
         "a page is known without its tokens' inputs",
         _OF_TOKENS,
-        replace("weft.transforms.engine.inputs", "with_token_extras", _without_digests),
+        replace("weft.transforms.engine.requests.inputs", "with_token_extras", _without_digests),
     ),
     Mutant("a chunk has the first tokens' inputs", _OF_TOKENS, replace(_STEP, "batch_token_extras", _from_the_first)),
     Mutant("other tokens have the last input", _OF_TOKENS, replace(_STEP, "batch_token_extras", _last_for_the_rest)),

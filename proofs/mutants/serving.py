@@ -22,17 +22,17 @@ from weft.stages.attention.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import RequestMask, compute_mask
-from weft.transforms.engine.pages import Pages
-from weft.transforms.engine.prompts import PromptContent
-from weft.transforms.engine.requests import HostState, Request, RequestState, end, preempt, salt
+from weft.transforms.engine.requests.host_state import HostState, Request, RequestState, end, preempt, salt
+from weft.transforms.engine.requests.masks import RequestMask, compute_mask
+from weft.transforms.engine.requests.pages import Pages
+from weft.transforms.engine.requests.prompts import PromptContent
 from weft.transforms.engine.scheduler import observe
-from weft.transforms.engine.step import Work, batch_positions
+from weft.transforms.engine.steps.step import Work, batch_positions
 from weft.transforms.engine.weights import Weights
 
-_SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
-_PAGES = "weft.transforms.engine.pages"
-_STEP, _INPUTS = "weft.transforms.engine.step", "weft.transforms.engine.inputs"
+_SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests.host_state"
+_PAGES = "weft.transforms.engine.requests.pages"
+_STEP, _INPUTS = "weft.transforms.engine.steps.step", "weft.transforms.engine.requests.inputs"
 
 
 class _Trusting(Pages):
@@ -211,7 +211,7 @@ def _some_token_where_none_is_left() -> Iterator[None]:
     """The token of a row without an allowed token is taken for a drawn one."""
     with (
         replace(_OUTPUTS, "RequestMask", _AllLeft)(),
-        replace("weft.transforms.engine.results", "is_fault", math.isnan)(),
+        replace("weft.transforms.engine.steps.results", "is_fault", math.isnan)(),
     ):
         yield
 
@@ -288,7 +288,7 @@ SERVING = (
     Mutant(
         "an unexpected error of a mask ends the step",
         _FAULTS,
-        replace("weft.transforms.engine.masks", "blamed", _blames_value_errors_alone),
+        replace("weft.transforms.engine.requests.masks", "blamed", _blames_value_errors_alone),
     ),
     Mutant("the last request is admitted first", _TURN, _latest_first),
     Mutant("the first request is preempted", _TURN, replace(_SCHEDULER, "_preempt_for", _makes_room_from_the_first)),

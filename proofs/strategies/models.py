@@ -19,8 +19,8 @@ from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State, admit
-from weft.transforms.engine.prompts import PromptContent, read_content
-from weft.transforms.engine.step import batch_embeds, batch_positions
+from weft.transforms.engine.requests.prompts import PromptContent, read_content
+from weft.transforms.engine.steps.step import batch_embeds, batch_positions
 from weft.trees import tree_map
 
 ARCHITECTURES = tuple(name for name, known in architectures.ARCHITECTURES.items() if not known.text_types)

@@ -20,7 +20,7 @@ from weft.stages.functions import StageFunctions
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
-from weft.transforms.engine.step import graph_step, model_ladder
+from weft.transforms.engine.steps.step import graph_step, model_ladder
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_map
 

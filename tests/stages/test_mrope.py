@@ -27,7 +27,7 @@ from weft.stages.params import slice_params
 from weft.state import State, advance
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import weft
 from weft.transforms.engine import engine as engine_module
-from weft.transforms.engine.executor import Executor
 from weft.transforms.engine.generate import Completion
 from weft.transforms.engine.setup import make_executor
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.executor import Executor
+from weft.transforms.engine.steps.step import Work
 
 PIPELINES = (1, 2, 3)
 TOLERANCE = 1e-4

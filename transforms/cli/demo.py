@@ -27,7 +27,7 @@ from weft.transforms.engine.evaluation.comparison import (
     compare_runs,
     trace_run,
 )
-from weft.transforms.engine.inputs import encode_prompt
+from weft.transforms.engine.requests.inputs import encode_prompt
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")
 

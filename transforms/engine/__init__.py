@@ -2,9 +2,9 @@
 
 `Engine` drives it. Its parts are functions over a `HostState`: `add` puts a request into the queue, `schedule` decides
 the next step's `Work`, `observe` reads the tokens that it sampled, `finish` ends a request, and `outdate` notes that
-the parameters have changed. A request's way: `inputs.py` checks it, `scheduler.py` admits it, `prefix_cache.py`
-gives it pages (`pages.py`), `executor.py` runs its steps and copies its tokens to the host, and `outputs.py` turns them
-into text.
+the parameters have changed. A request's way: `requests/inputs.py` checks it, `scheduler.py` admits it,
+`requests/prefix_cache.py` gives it pages (`requests/pages.py`), `steps/executor.py` runs its steps, `steps/results.py`
+copies its tokens to the host, and `outputs.py` turns them into text.
 
 `evaluation` holds what can be measured of a model: `score` gives its perplexity and right answers, `trace_run` and
 `compare_runs` the differences between splits and graph modes.
@@ -15,10 +15,10 @@ from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace
 from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.requests import Budget, HostState, Request
+from weft.transforms.engine.requests.host_state import Budget, HostState, Request
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.stats import Stats
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.step import Work
 
 __all__ = [
     "Budget",

@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.transforms.engine.requests import Request
-from weft.transforms.engine.results import StepResult
+from weft.transforms.engine.requests.host_state import Request
+from weft.transforms.engine.steps.results import StepResult
 
 TopLogprobs = dict[int, float]
 

@@ -15,19 +15,19 @@ from weft.errors import EngineError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.engine.executor import Executor, StepGuard, capture_all
-from weft.transforms.engine.inputs import RequestBuilder, call_of_add
-from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
-from weft.transforms.engine.prompts import EmbedsPrompt
-from weft.transforms.engine.requests import HostState, RequestState, check_free
-from weft.transforms.engine.results import FinishedWork, PendingResults, StepResult
+from weft.transforms.engine.requests.host_state import HostState, RequestState, check_free
+from weft.transforms.engine.requests.inputs import RequestBuilder, call_of_add
+from weft.transforms.engine.requests.masks import Mask
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.executor import Executor, StepGuard, capture_all
+from weft.transforms.engine.steps.results import FinishedWork, PendingResults, StepResult
+from weft.transforms.engine.steps.step import Work
 from weft.transforms.engine.weights import Params, make_weights
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import mode_within
@@ -150,9 +150,9 @@ class Engine:
             priority: FIFO within a priority; lower numbers first, and a higher one gets no turn while they keep coming.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
             mask: a function, such as a grammar's, that is called before each token with the tokens generated so far and
-                returns those that may be next (`weft.transforms.engine.masks.Mask`); None: any token. Each token waits
-                until the one before has been read: no run-ahead, no drafts. If the function raises or allows nothing,
-                this request alone ends with an error.
+                returns those that may be next (`weft.transforms.engine.requests.masks.Mask`); None: any token. Each
+                token waits until the one before has been read: no run-ahead, no drafts. If the function raises or
+                allows nothing, this request alone ends with an error.
             extras: the request's own inputs for the model's stages, by name (`model.with_stages(..., extras=...)`), and
                 those of its prompt's tokens (`token_extras=...`); names that it leaves out have the model's defaults.
             cache_salt: it shares pages of the prefix cache with requests of the same salt alone.

@@ -22,11 +22,11 @@ from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify
 from weft.transforms.engine.evaluation.facts import seen_of
-from weft.transforms.engine.inputs import check_sampling, each_rule, encode_prompt, most_logprobs, one_each
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.prompts import EmbedsPrompt
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.requests.host_state import Request
+from weft.transforms.engine.requests.inputs import check_sampling, each_rule, encode_prompt, most_logprobs, one_each
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 

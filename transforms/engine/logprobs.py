@@ -14,7 +14,7 @@ from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.stages.slots import stage_params
 from weft.torchapi.private import to_device
-from weft.transforms.engine.inputs import each_rule, one_each
+from weft.transforms.engine.requests.inputs import each_rule, one_each
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 

@@ -17,9 +17,9 @@ from weft.stages.functions import OWN
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.state import Drafting, State
-from weft.transforms.engine.executor import Executor, estimate_all
-from weft.transforms.engine.requests import Budget, tokens_rule
+from weft.transforms.engine.requests.host_state import Budget, tokens_rule
 from weft.transforms.engine.split import Split
+from weft.transforms.engine.steps.executor import Executor, estimate_all
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.argument_checks import TRANSPORT
 from weft.transforms.pipelines.hardware import MEMORY_SHARE

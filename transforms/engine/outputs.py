@@ -13,10 +13,10 @@ from torch import Tensor
 from weft.batch import LAST_TOKEN
 from weft.errors import ProgramError, RequestError, WeftError
 from weft.transforms.engine.completion import CompletionState, special_ids
-from weft.transforms.engine.masks import Mask, RequestMask, blame, compute_mask
-from weft.transforms.engine.requests import Request, find_open
-from weft.transforms.engine.results import StepResult
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.requests.host_state import Request, find_open
+from weft.transforms.engine.requests.masks import Mask, RequestMask, blame, compute_mask
+from weft.transforms.engine.steps.results import StepResult
+from weft.transforms.engine.steps.step import Work
 
 _POLL_SECONDS = 1e-4
 """Pause between two looks at the device while a stream waits."""

@@ -11,9 +11,7 @@ import attrs
 
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
-from weft.transforms.engine.prefix_cache import allocate_pages, publish_pages, publish_prompt
-from weft.transforms.engine.prompts import PromptContent
-from weft.transforms.engine.requests import (
+from weft.transforms.engine.requests.host_state import (
     Budget,
     HostState,
     Request,
@@ -25,7 +23,9 @@ from weft.transforms.engine.requests import (
     preempt,
     turn,
 )
-from weft.transforms.engine.step import Admission, Edits, Growth, Work
+from weft.transforms.engine.requests.prefix_cache import allocate_pages, publish_pages, publish_prompt
+from weft.transforms.engine.requests.prompts import PromptContent
+from weft.transforms.engine.steps.step import Admission, Edits, Growth, Work
 
 
 def add(host: HostState, request: Request, budget: Budget, behind: str | None = None) -> HostState:

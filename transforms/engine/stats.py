@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from weft.transforms.engine.executor import Classes
-from weft.transforms.engine.requests import HostState
-from weft.transforms.engine.results import StepResult
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.requests.host_state import HostState
+from weft.transforms.engine.steps.executor import Classes
+from weft.transforms.engine.steps.results import StepResult
+from weft.transforms.engine.steps.step import Work
 from weft.transforms.graphs.graphified import Graphified
 
 

@@ -13,7 +13,7 @@ from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.functions import StageFunctions
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
+from weft.transforms.engine.requests.masks import Mask
 
 FAULTS = TypeError, ValueError, LookupError
 """Errors by which a request's own values may break `Engine.add`, before it has changed anything."""

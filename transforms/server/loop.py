@@ -9,8 +9,8 @@ import attrs
 
 from weft.errors import EngineError, RankError, RequestError
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import blame
 from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.requests.masks import blame
 from weft.transforms.engine.stats import Stats
 from weft.transforms.server.commands import FAULTS, Abort, Add, Ask, Command, MakeMask, Stop
 

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.masks import blame
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.requests.host_state import Request
+from weft.transforms.engine.requests.masks import blame
 from weft.transforms.server.commands import Add
 from weft.transforms.server.loop import PER_PROMPT, PER_TOKEN, Delta
 

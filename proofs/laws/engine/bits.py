@@ -19,8 +19,8 @@ from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.prompts import EmbedsPrompt
-from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.requests.host_state import sample_seeds
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_map

@@ -12,10 +12,10 @@ from weft.proofs.strategies.engine.engines import Half, Load, small_adapters, sm
 from weft.sampling import SamplingParams
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.prompts import EmbedsPrompt
-from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.requests.host_state import sample_seeds
+from weft.transforms.engine.requests.masks import Mask
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
 """The tokens of each call's completions, and their finish reasons."""

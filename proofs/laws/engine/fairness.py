@@ -5,9 +5,9 @@ import itertools
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.engine.traces import Trace
-from weft.transforms.engine.requests import HostState, RequestState
+from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.scheduler import schedule
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.step import Work
 
 
 def served_in_turn(trace: Trace) -> None:

@@ -16,7 +16,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.requests.host_state import sample_seeds
 from weft.trees import tree_map
 
 _LAW = "L21 own stages serve as alone"

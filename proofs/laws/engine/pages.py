@@ -9,9 +9,9 @@ from weft.batch import LAST_TOKEN
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends, happen, read_made_up
 from weft.proofs.strategies.engine.traces import Trace
-from weft.transforms.engine.requests import HostState
+from weft.transforms.engine.requests.host_state import HostState
 from weft.transforms.engine.scheduler import outdate, schedule
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.step import Work
 
 Content = tuple[int | None, ...] | None
 """The tokens up to and including a slot's, for which it was computed; None stands for a token unknown to the host."""

@@ -12,11 +12,11 @@ from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.engine.traces import Trace
 from weft.stages.layout import empty_states
 from weft.state import State, admit, advance
-from weft.transforms.engine.executor import PipelineExecutor
-from weft.transforms.engine.prompts import PromptContent
-from weft.transforms.engine.requests import Request
-from weft.transforms.engine.results import FinishedWork
-from weft.transforms.engine.step import Work, advance_work, with_edits
+from weft.transforms.engine.requests.host_state import Request
+from weft.transforms.engine.requests.prompts import PromptContent
+from weft.transforms.engine.steps.executor import PipelineExecutor
+from weft.transforms.engine.steps.results import FinishedWork
+from weft.transforms.engine.steps.step import Work, advance_work, with_edits
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.pipeline import Pipelined, compose, pipeline

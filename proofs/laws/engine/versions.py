@@ -10,7 +10,7 @@ from weft.proofs.laws.engine.completions import alone, check_nothing_is_left, ru
 from weft.proofs.strategies.engine.engines import Call, Load, small_model
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.requests.host_state import sample_seeds
 from weft.trees import tree_leaves, tree_map
 
 HOW = ("update", "in place", "in place, not announced")

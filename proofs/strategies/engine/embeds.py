@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from weft.batch import EMBEDDED
 from weft.stages.config import ModelConfig
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
 
 def with_mrope(config: ModelConfig) -> ModelConfig:

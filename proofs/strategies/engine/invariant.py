@@ -15,7 +15,7 @@ from weft.stages.config import parse_config
 from weft.stages.layout import split_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
 _LAYERS = 4
 _STD = 0.2

@@ -14,7 +14,7 @@ from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engine.engines import VOCABULARY, small_adapters, small_model, small_speculation
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
 ENDS = (3, 7)
 """The model's end-of-sequence tokens."""

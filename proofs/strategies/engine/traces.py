@@ -19,8 +19,8 @@ from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
 from weft.transforms.engine.options import Speculation
-from weft.transforms.engine.prompts import EmbedsPrompt, read_content
-from weft.transforms.engine.requests import Budget, Request
+from weft.transforms.engine.requests.host_state import Budget, Request
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, read_content
 from weft.trees import tree_map
 
 _STD = 0.3

@@ -22,7 +22,7 @@ from weft.stages.shares import WHOLE, Share, adaptable
 from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 from weft.transforms.pipelines.transports.distributed import Distributed
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name

@@ -14,11 +14,12 @@ from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_model
-from weft.transforms.engine import setup, step
+from weft.transforms.engine import setup
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.executor import Classes
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.stats import Stats
+from weft.transforms.engine.steps import step
+from weft.transforms.engine.steps.executor import Classes
 from weft.transforms.graphs.ladder import MODES, Limits, make_ladder
 
 LADDERS = {mode: make_ladder(mode, Limits(5, 64)) for mode in MODES}
@@ -54,7 +55,7 @@ def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
 
 
 def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.transforms.engine.executor._MAX_DECISIONS", 3)
+    monkeypatch.setattr("weft.transforms.engine.steps.executor._MAX_DECISIONS", 3)
     classes = Classes(eager=LADDERS["piecewise"])
     for tokens in range(1, 9):
         classes.of(BatchDescriptor(tokens, 1))

@@ -11,8 +11,8 @@ from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.transforms.engine.completion import CompletionState, Detokenizer, _overlap, special_ids
 from weft.transforms.engine.generate import generate
-from weft.transforms.engine.requests import Request
-from weft.transforms.engine.results import StepResult
+from weft.transforms.engine.requests.host_state import Request
+from weft.transforms.engine.steps.results import StepResult
 
 TEXTS = ("สวัสดีครับ ผม", "👩‍👩‍👧‍👦👍🏽", "the thé naïve", " a  b\n", "☂")
 

@@ -9,7 +9,7 @@ import torch
 from weft.batch import Batch
 from weft.outputs import Output
 from weft.proofs.checks.difference import assert_equal
-from weft.transforms.engine.executor import (
+from weft.transforms.engine.steps.executor import (
     BatchCache,
     Classes,
     PipelineExecutor,
@@ -17,7 +17,7 @@ from weft.transforms.engine.executor import (
     _submission,
     _with_edits,
 )
-from weft.transforms.engine.step import Edits, Growth, Work, is_advanced, with_edits
+from weft.transforms.engine.steps.step import Edits, Growth, Work, is_advanced, with_edits
 from weft.transforms.graphs.ladder import Limits, make_ladder
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.session import Submission

@@ -18,10 +18,10 @@ from weft.stages.head import head
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
-from weft.transforms.engine.masks import blamed
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.masks import blamed
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
 GREEDY = SamplingParams(temperature=0.0)

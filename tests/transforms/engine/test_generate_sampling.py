@@ -13,7 +13,7 @@ from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
-from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.requests.host_state import sample_seeds
 
 PROMPTS = ["The function returns", "A list is", "In Python, "]
 

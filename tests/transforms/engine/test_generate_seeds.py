@@ -16,7 +16,7 @@ from weft.ops.sampling.sample import sample
 from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.transforms.engine.generate import Completion
-from weft.transforms.engine.requests import request_seed
+from weft.transforms.engine.requests.host_state import request_seed
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.ladder import MODES, Limits

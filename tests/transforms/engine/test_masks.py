@@ -17,9 +17,9 @@ from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import RequestMask, compute_mask
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.requests.masks import RequestMask, compute_mask
 
 VOCABULARY = 67  # no multiple of 32
 PROMPTS = [[5, 6, 7, 5, 6], [9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7, 5, 6, 8]]

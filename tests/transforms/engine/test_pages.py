@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.transforms.engine.pages import Pages, hash_page
+from weft.transforms.engine.requests.pages import Pages, hash_page
 
 
 class PagesMachine(RuleBasedStateMachine):

@@ -16,8 +16,8 @@ from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.prompts import EmbedsPrompt, read_content
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.requests.host_state import Request
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, read_content
 from weft.transforms.engine.scheduler import add, schedule
 from weft.transforms.engine.split import Split
 from weft.transforms.pipelines.transports.threads import Threads

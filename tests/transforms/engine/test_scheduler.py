@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
-from weft.transforms.engine.requests import Budget, HostState, Request, RequestState
+from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.step import Work
 
 STOP = 3
 WRONG = -9

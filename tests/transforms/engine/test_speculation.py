@@ -19,7 +19,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.engine.requests import Budget, HostState, Request
+from weft.transforms.engine.requests.host_state import Budget, HostState, Request
 from weft.transforms.engine.scheduler import add, choose_query_len, observe, schedule
 from weft.transforms.graphs.ladder import MODES
 

@@ -17,7 +17,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt
 from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs.ladder import MODES
 

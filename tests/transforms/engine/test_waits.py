@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 from weft.sampling import SamplingParams
 from weft.stages import DEMO, load
 from weft.stages.model import Model
-from weft.transforms.engine import executor
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps import executor
+from weft.transforms.engine.steps.step import Work
 
 ASKED: tuple[dict[str, Any], ...] = (
     {},

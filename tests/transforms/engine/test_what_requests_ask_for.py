@@ -17,8 +17,8 @@ from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState, special_ids
-from weft.transforms.engine.requests import Request
-from weft.transforms.engine.results import StepResult
+from weft.transforms.engine.requests.host_state import Request
+from weft.transforms.engine.steps.results import StepResult
 
 PROMPTS = ["The function returns", "A list is", "In Python, "]
 

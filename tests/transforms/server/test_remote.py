@@ -20,7 +20,7 @@ from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.requests.host_state import Request
 from weft.transforms.server.answers import Choice, Writer
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm

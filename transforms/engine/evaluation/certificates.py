@@ -18,7 +18,7 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.evaluation.facts import digest, digest_tokenizer, facts_of, seen_of
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.requests.host_state import Request
 from weft.transforms.pipelines.transports import Transport
 
 FORMAT = "weft certificate 1"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.errors import RequestError
 from weft.stages.model import Model
-from weft.transforms.engine.masks import Mask
+from weft.transforms.engine.requests.masks import Mask
 from weft.transforms.server.commands import MakeMask
 from weft.transforms.server.grammars.compiling import Compiler, GrammarLimits, Tokens, source_of
 from weft.transforms.server.vocabulary import Vocabulary

@@ -1,10 +1,10 @@
 """The prefix cache as the scheduler uses it: requests get pages that others have computed, and publish their own.
 
-The pages themselves are in `weft.transforms.engine.pages`.
+The pages themselves are in `weft.transforms.engine.requests.pages`.
 """
 
-from weft.transforms.engine.pages import Pages
-from weft.transforms.engine.requests import HostState, RequestState, requeue_followers
+from weft.transforms.engine.requests.host_state import HostState, RequestState, requeue_followers
+from weft.transforms.engine.requests.pages import Pages
 
 
 def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, int]]) -> bool:

@@ -12,9 +12,9 @@ from weft.errors import RequestError
 from weft.sampling import SamplingParams, is_text
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
-from weft.transforms.engine.masks import Mask, blamed, without_bad_words
-from weft.transforms.engine.prompts import EmbedsPrompt, check_extras, read_content, with_token_extras
-from weft.transforms.engine.requests import Request, request_seed, sample_seeds
+from weft.transforms.engine.requests.host_state import Request, request_seed, sample_seeds
+from weft.transforms.engine.requests.masks import Mask, blamed, without_bad_words
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, check_extras, read_content, with_token_extras
 
 _GREEDY = SamplingParams(temperature=0.0)
 _SALT: Rule = is_text, "a string"

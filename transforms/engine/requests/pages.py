@@ -151,7 +151,7 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
     Args:
         before: the hash of the page before; for the first page, what all content depends on (adapter, parameters). It
             ends with what else this page depends on: embeddings and positions
-            (`weft.transforms.engine.prompts.PromptContent`).
+            (`weft.transforms.engine.requests.prompts.PromptContent`).
     """
     return _digest(before, b"|%d|" % len(token_ids) + array("q", token_ids).tobytes())
 

@@ -13,8 +13,8 @@ from weft.errors import RequestError
 from weft.ops.sampling.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
-from weft.transforms.engine.pages import Pages, hash_page, hash_pages
-from weft.transforms.engine.prompts import PromptContent, RequestExtras
+from weft.transforms.engine.requests.pages import Pages, hash_page, hash_pages
+from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
 
 T = TypeVar("T")
 _BUDGET_RULES: dict[str, Rule] = {

@@ -17,8 +17,8 @@ from weft.sampling import SamplingParams
 from weft.stages.functions import StageFunctions
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
-from weft.transforms.engine.prompts import PromptContent, RequestExtras
-from weft.transforms.engine.requests import Budget
+from weft.transforms.engine.requests.host_state import Budget
+from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
 from weft.transforms.graphs.calls.borrowing import declare_owning, owns_results
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder, with_whole

@@ -13,8 +13,8 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import EngineError
 from weft.padding import pad, unpad
-from weft.transforms.engine.results import FinishedWork
-from weft.transforms.engine.step import DeviceWork, Edits, Work, apply_edits
+from weft.transforms.engine.steps.results import FinishedWork
+from weft.transforms.engine.steps.step import DeviceWork, Edits, Work, apply_edits
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import Ladder

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.errors import LogitsError, RequestError, WeftError
 from weft.outputs import Output
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.steps.step import Work
 
 _POLL_SECONDS = 2e-5
 """Pause between two looks at the device."""
