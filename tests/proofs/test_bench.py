@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,8 @@ def test_the_tasks_have_one_right_answer() -> None:
 
 
 FAKE_VLLM = """
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace as Some
 __version__ = "0"
 class SamplingParams:
@@ -238,10 +242,19 @@ class LLM:
         ))
         parts = {"scheduler_config": scheduler, "compilation_config": compilation, "model_config": config}
         self.llm_engine = Some(vllm_config=Some(**parts))
+        Path(__file__).with_name("child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     def generate(self, prompts, wanted, use_tqdm):
         LOSES
         return [Some(outputs=[Some(token_ids=[0] * wanted.max_tokens)]) for _ in prompts]
 """
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may still be listed."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("loses", [False, True])
@@ -275,6 +288,13 @@ def test_vllm_beside_weft(
         assert few["ratio"] == pytest.approx(last["vllm"]["seconds"] / last["weft"]["seconds"])
         assert prompts["weft"]["median"] == 24 / record["rows"][6]["seconds"]
         assert record["vllm"]["log"] == ["Using no attention at all"]
+        assert record["vllm"]["arguments"]["model"] == "tiny"
+        assert tempfile.gettempdir() not in json.dumps({name: record["vllm"][name] for name in ("arguments", "log")})
         assert len(capsys.readouterr().out.splitlines()) == 3
     assert len(processes) == 2
     assert all(process.poll() is not None for process in processes)
+    child = int((tmp_path / "vllm" / "child").read_text())
+    until = time.monotonic() + 30
+    while is_alive(child):  # init has to take note
+        assert time.monotonic() < until, "what vLLM started goes on"
+        time.sleep(0.05)

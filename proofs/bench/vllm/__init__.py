@@ -1,1 +1,1 @@
-"""vLLM and weft beside each other: two engines alive at once, which take turns at the same requests."""
+"""vLLM and weft beside each other: two engines alive at once, which take turns at requests of the same lengths."""

@@ -1,4 +1,4 @@
-"""Serve the same requests by weft and by vLLM, both alive at once, by turns: how many times as fast weft is.
+"""Serve requests of the same lengths by weft and by vLLM, both alive at once, by turns: how many times as fast weft is.
 
     python -m weft.proofs.bench.vllm --presets llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
     python -m weft.proofs.bench.vllm --presets qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out FOLDER
@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,25 +93,27 @@ def running(name: str, folder: Path, command: Sequence[str], gpus: str | None) -
     """An engine's process, which ends with the block."""
     environment = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
     with open(folder / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         engine = Engine(name, folder, process)
         try:
             yield engine
         finally:
             engine.ask(None)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with suppress(ProcessLookupError):  # with what it has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @contextmanager
-def watched() -> Iterator[list[list[float]]]:
-    """Samples of the first GPU in the meantime: the clock in MHz, degrees Celsius, watts, and why the clock is what it
-    is; none without nvidia-smi."""
+def watched(gpu: str) -> Iterator[list[list[float]]]:
+    """Samples of a GPU in the meantime: the clock in MHz, degrees Celsius, watts, and why the clock is what it is; none
+    without nvidia-smi."""
     samples, stop = list[list[float]](), threading.Event()
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
 
     def sample() -> None:
         while not stop.wait(_SAMPLE_SECONDS):
@@ -151,10 +154,12 @@ def compare(preset: str, given: argparse.Namespace) -> dict[str, Any]:
         vllm = stack.enter_context(running("vllm", folder, command, given.peer_gpus or given.gpus))
         chosen = vllm.answer(folder / "vllm-ready", _START_SECONDS)
         lines = (re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(vllm.log))
+        chosen["arguments"]["model"] = preset  # the folder is gone afterwards
         chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
         rows = list[dict[str, Any]]()
         turns = list(itertools.product(range(given.rounds + 1), workloads, (weft, vllm)))
-        with watched() as samples:
+        visible = given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+        with watched(visible.split(",")[0]) as samples:
             for repeat, workload, engine in tqdm(turns, desc=preset, unit="turn", disable=None):
                 count, length, most = workloads[workload]
                 requests = {"num_requests": count, "input_len": length, "output_len": most}
@@ -234,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     given = parser.parse_args(argv)
     given.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that both engines are ended too
     for preset in given.presets:
         found = compare(preset, given)
         print(*show(found), sep="\n", flush=True)

@@ -157,13 +157,22 @@ def gated() -> list[Case]:
         (40, 72, 200, Tile(128, 32, 64, 4, 2)),
         (70, 100, 256, Tile(64, 64, 128, 4, 2)),
         (130, 64, 200, Tile(128, 128, 64, 8, 2)),
+        (50, 40, 200, Tile(64, 16, 128, 4, 2)),  # four tiles of tokens share those of weights
+        (2, 100, 1000, Tile(32, 16, 128, 4, 1, ahead=8)),
     ):
         x, weight, bias = randn(tokens, columns), randn(2 * inner, columns), randn(2 * inner) if tokens < 70 else None
         given = (x, None, weight, None, bias, torch.float32)
         name, args = f"swiglu {tokens} {inner}", (x, weight, bias)
         found.append(Case(name, kernel, "products.linear:swiglu", args, (tile, 0, True), tolerance=2e-5, given=given))
-        name, kernel_of_any = f"swiglu {tokens} {inner}, any tile", "weft.ops.products.linear_triton:swiglu"
-        found.append(Case(name, kernel_of_any, "products.linear:swiglu", args, tolerance=2e-5))
+    for tokens, inner, columns in ((1, 128, 256), (5, 64, 1000), (33, 100, 300)):
+        # Sums of whole numbers are exact in any order, and so is silu of large ones. Gates are beyond 2048, so that it
+        # shows whether each is rounded before it is multiplied.
+        x, gate = randn(tokens, columns, scale=2.0).round(), randn(inner, columns, scale=32.0).round()
+        up = torch.eye(inner, columns) / 2
+        bias = torch.cat((torch.full((inner,), 8192.0), torch.zeros(inner)))
+        args = tuple(one.half() for one in (x, torch.cat((gate, up)), bias))
+        name, kernel = f"swiglu {tokens} {inner}, any tile", "weft.ops.products.linear_triton:swiglu"
+        found.append(Case(name, kernel, "products.linear:swiglu", args, tolerance=0))
     return found
 
 

@@ -64,8 +64,9 @@ def test_a_product_reads_only_weights_before_it_waits(ptx: Any, kind: str, early
     pointers = {"x": f"*{kind}", "weight": f"*{kind}", "x_scales": "*fp32", "scale": "*fp32", "bias": "*bf16"}
     shape = {"ROWS": 64, "TOKENS": 16, "COLUMNS": 128, "SWAP": True, "SEGMENTS": 1, "GROUP": 1}
     how = {"FP8": kind != "bf16", "BIAS": True, "EVEN": True, "AHEAD": ahead, "ALL": ahead == 4, "EARLY": early}
-    for gated in (False, True):
-        constants, out = shape | how | {"GATED": gated}, {"out": "*bf16" if gated else "*fp32"}
+    for gated, rows in ((False, 64), (True, 64), (True, 32)):
+        constants = shape | how | {"GATED": gated, "ROWS": rows}
+        out = {"out": "*bf16" if gated else "*fp32"}
         before, after = accesses(ptx(_linear_kernel.jit, pointers | out, constants, num_warps=4, num_stages=3))
         assert after
         assert bool(before) is early

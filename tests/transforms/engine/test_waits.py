@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from weft.sampling import SamplingParams
@@ -25,10 +26,19 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
+def scaled(layer: Any) -> Any:
+    def run(params: Any, kv_pages: Tensor, batch: Any, tables: Any, hidden: Tensor) -> Any:
+        return layer(params, kv_pages, batch, tables, hidden * batch.token_extras["weight"][:, None])
+
+    return run
+
+
 def with_defaults(device: str) -> Model:
     return load(DEMO, device).with_stages(
         logits=lambda logits, rows, extras: logits * extras["factor"][:, None],
+        layers={1: scaled},
         extras={"factor": torch.tensor(1.0)},
+        token_extras={"weight": torch.tensor(1.0)},
     )
 
 
@@ -41,8 +51,8 @@ def make(device: str, **options: Any) -> Engine:
 def serve(engine: Engine, launch: Callable[[], None]) -> None:
     """Serve requests of all kinds, and check that all of them are admitted while others run."""
     for index in range(10):
-        extras = {"factor": torch.tensor(0.5)} if index % 3 else None
         prompt, sampling = [*range(4, 14 + index)], SamplingParams(**ASKED[index % len(ASKED)])
+        extras = {"factor": torch.tensor(0.5), "weight": torch.rand(len(prompt))} if index % 3 else None
         engine.add(prompt, sampling, max_tokens=20, extras=extras)
     while not engine.is_idle:
         launch()
@@ -51,7 +61,8 @@ def serve(engine: Engine, launch: Callable[[], None]) -> None:
 
 
 class NoWaits(TorchFunctionMode):
-    """Raises where torch would copy a number or a list of indices to a GPU, and wait for it."""
+    """Raises where torch would copy a number or a list of indices to a GPU, and wait for it. Other waits only show on a
+    GPU: tensors of the host may be read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.__setitem__, torch.Tensor.__getitem__):

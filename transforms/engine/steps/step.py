@@ -268,7 +268,7 @@ def batch_token_extras(
     names, found = next((own.keys() for own in held if own), ()), dict[str, PerToken]()
     for name in names:
         default = next(own[name][-1] for own in held if own)
-        values = default.to(device).repeat(sum(map(len, token_ids)), *[1] * default.dim())
+        values = to_device(default, device).repeat(sum(map(len, token_ids)), *[1] * default.dim())
         for first, rows in _in_batch([own[name][:-1] if own else None for own in held], starts, token_ids):
             values[first : first + len(rows)] = to_device(rows, device)
         found[name] = PerToken(values)

@@ -1,6 +1,7 @@
 """The tiles of linear layers: near the best of all that was measured, for shapes that the model has not seen."""
 
 import importlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +103,10 @@ def test_every_shape_has_a_tile(tokens: int, rows: int, columns: int, fp8: bool)
 
 
 @settings(deadline=None)
-@given(tokens=st.integers(1, 3000), rows=sizes, columns=sizes)
+@example(tokens=1, rows=512, columns=256)
+@example(tokens=5, rows=128, columns=1000)
+@example(tokens=1, rows=6144, columns=1024)
+@given(tokens=st.integers(1, 20) | st.integers(1, 3000), rows=sizes | st.integers(1, 1000), columns=sizes)
 def test_a_product_that_ends_with_a_gate_has_one_part(tokens: int, rows: int, columns: int) -> None:
     plain, tile = linear_tile(tokens, rows, columns, False), gated_tile(tokens, rows, columns)
     if plain is not None and plain.parts == 1:
@@ -113,6 +117,17 @@ def test_a_product_that_ends_with_a_gate_has_one_part(tokens: int, rows: int, co
         assert (tile.ahead > 0) is (tokens <= 16)
         shared = (tile.rows + tile.tokens) * tile.columns * 2 * max(tile.stages, tile.ahead)
         assert shared <= 227 * 2**10
+        if tile.stages == 1:  # all columns in registers, at most as many as other tiles have
+            assert tile.ahead * 128 >= columns
+            assert tile.ahead * tile.rows <= 4 * 64
+
+
+def test_a_gate_joins_products_of_few_tokens_of_any_model() -> None:
+    for hidden, inner, tokens in itertools.product(
+        (64, 256, 288, 512, 1024, 4096), (128, 768, 1000, 12288), range(1, 18)
+    ):
+        tile = gated_tile(tokens, 2 * inner, hidden)
+        assert tile is None or tile.parts == 1
 
 
 def test_a_gate_joins_its_product_where_that_takes_less(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
