@@ -28,7 +28,8 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 def scaled(layer: Any) -> Any:
     def run(params: Any, kv_pages: Tensor, batch: Any, tables: Any, hidden: Tensor) -> Any:
-        return layer(params, kv_pages, batch, tables, hidden * batch.token_extras["weight"][:, None])
+        weight = batch.token_extras["weight"].to(hidden.dtype)
+        return layer(params, kv_pages, batch, tables, hidden * weight[:, None])
 
     return run
 
