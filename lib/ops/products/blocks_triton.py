@@ -82,17 +82,20 @@ def _multiply_first(
     if EARLY:
         begin()
     values = ()
+    factors = ()
+    by_rows = ()
+    blocks = tl.cdiv(columns, 128)
     for i in tl.static_range(COUNT):
         inside = step + i * WIDTH < high
         values += (tl.load(x_rows + i * WIDTH, mask=live[:, None] & inside[None, :], other=0.0),)
+        if FP8:  # all scales are asked for before the first product waits
+            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
+            factors += (tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0),)
+            by_rows += (tl.load(scale + row // 128 * blocks + block),)
     acc = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
     if FP8:
-        blocks = tl.cdiv(columns, 128)
         for i in tl.static_range(COUNT):
-            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
-            factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
-            by_row = tl.load(scale + row // 128 * blocks + block)
-            acc += tl.dot(weights[i], tl.trans(values[i])) * (by_row[:, None] * factor[None, :])
+            acc += tl.dot(weights[i], tl.trans(values[i])) * (by_rows[i][:, None] * factors[i][None, :])
     else:
         acc = tl.dot(weights[0], tl.trans(values[0]), acc, input_precision="ieee")
     return acc
@@ -130,17 +133,25 @@ def multiply(
     x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
     w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
     acc = first if AHEAD else tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
+    blocks = tl.cdiv(columns, 128)
+    if FP8:  # a step's scales are asked for during the one before: Triton does so for what it multiplies alone
+        block = tl.minimum(low // 128 + AHEAD, blocks - 1)
+        next_by_row = tl.load(scale + row // 128 * blocks + block)
+        if not QUANTIZE:
+            next_factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
     for k in range(low + AHEAD * COLUMNS, high, COLUMNS):
         inside = (k + step < high)[None, :]
+        if FP8:
+            by_row, block = next_by_row, tl.minimum(k // 128 + 1, blocks - 1)
+            next_by_row = tl.load(scale + row // 128 * blocks + block)
+            if not QUANTIZE:
+                factor = next_factor
+                next_factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
         w = tl.load(w_rows + k) if EVEN else tl.load(w_rows + k, mask=inside, other=0.0)
         a = tl.load(x_rows + k, mask=live[:, None] if EVEN else live[:, None] & inside, other=0.0)
         if FP8:
-            blocks = tl.cdiv(columns, 128)
             if QUANTIZE:
                 a, factor = quantize_rows(a.to(tl.float32))
-            else:
-                factor = tl.load(x_scales + token.to(tl.int64) * blocks + k // 128, mask=live, other=0.0)
-            by_row = tl.load(scale + row // 128 * blocks + k // 128)
             if SWAP:
                 acc += tl.dot(w, tl.trans(a)) * (by_row[:, None] * factor[None, :])
             else:
