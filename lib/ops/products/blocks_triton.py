@@ -67,8 +67,8 @@ def _multiply_first(
     x, x_scales, token, live, weight, scale, row, low, high, columns,
     FP8: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose weights are asked for
-    before the activations are."""
+    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose weights, and their scales,
+    are asked for before the activations are."""
     # One tile in bfloat16. In FP8 each has a scale of its own.
     WIDTH: tl.constexpr = COLUMNS if FP8 else TILES * COLUMNS
     COUNT: tl.constexpr = TILES if FP8 else 1
@@ -76,22 +76,24 @@ def _multiply_first(
     x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
     w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
     weights = ()
-    for i in tl.static_range(COUNT):
-        inside = step + i * WIDTH < high
-        weights += (tl.load(w_rows + i * WIDTH, mask=inside[None, :], other=0.0, cache_modifier=".cg"),)
-    if EARLY:
-        begin()
-    values = ()
-    factors = ()
     by_rows = ()
     blocks = tl.cdiv(columns, 128)
     for i in tl.static_range(COUNT):
         inside = step + i * WIDTH < high
+        weights += (tl.load(w_rows + i * WIDTH, mask=inside[None, :], other=0.0, cache_modifier=".cg"),)
+        if FP8:
+            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
+            by_rows += (tl.load(scale + row // 128 * blocks + block, cache_modifier=".cg"),)
+    if EARLY:
+        begin()
+    values = ()
+    factors = ()
+    for i in tl.static_range(COUNT):
+        inside = step + i * WIDTH < high
         values += (tl.load(x_rows + i * WIDTH, mask=live[:, None] & inside[None, :], other=0.0),)
         if FP8:  # all scales are asked for before the first product waits
-            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
+            block = tl.minimum(low // 128 + i, blocks - 1)
             factors += (tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0),)
-            by_rows += (tl.load(scale + row // 128 * blocks + block),)
     acc = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
     if FP8:
         for i in tl.static_range(COUNT):
@@ -121,7 +123,7 @@ def multiply(
         row: which rows of the weights.
         AHEAD: the first tiles of columns, whose weights are asked for together; only with SWAP.
         ALL: there are no other tiles.
-        EARLY: begin once they are asked for, because nothing writes the weights.
+        EARLY: begin once they are asked for, because nothing writes the weights and their scales.
     """
     if AHEAD:
         first = _multiply_first(

@@ -168,3 +168,17 @@ def test_only_constant_weights_of_few_tokens_are_loaded_early(monkeypatch: pytes
     norm_triton.norm(x, gain, 1e-6)
     for kernel in (products, norms):
         assert kernel.seen == [tokens == 1, False, False, False]
+
+
+def test_weights_in_fp8_are_loaded_early_only_if_their_scales_are_constant_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.ops.products import linear_triton
+
+    products = Recorder(linear_triton._linear_kernel, "EARLY")
+    monkeypatch.setattr(linear_triton, "_linear_kernel", products)
+    values, weight = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (1, 256))
+    scales, scale, tile = torch.ones(1, 2), torch.ones(2, 2), linear_tile(1, 256, 256, True)
+    assert tile is not None
+    for known in ([weight, scale], [weight], [scale]):
+        with constant(known):
+            linear_triton.run_tile(values, scales, weight, scale, None, torch.bfloat16, tile)
+    assert products.seen == [True, False, False]
