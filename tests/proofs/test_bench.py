@@ -226,6 +226,15 @@ def test_the_tasks_have_one_right_answer() -> None:
                 assert int(a) + int(b) == int(own["answer"])
 
 
+@pytest.mark.parametrize(("more", "said"), [((), "has no vllm: pass --python"), (("--rounds", "-1"), "pass 0 or more")])
+def test_vllm_is_asked_for_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        beside_vllm.main(["--preset", "tiny", "--out", str(tmp_path), *more])
+    assert said in capsys.readouterr().err
+
+
 FAKE_VLLM = """
 import subprocess
 from pathlib import Path
@@ -291,7 +300,7 @@ def test_vllm_beside_weft(
         assert record["vllm"]["arguments"]["model"] == "tiny"
         assert tempfile.gettempdir() not in json.dumps({name: record["vllm"][name] for name in ("arguments", "log")})
         assert len(capsys.readouterr().out.splitlines()) == 3
-    assert len(processes) == 2
+    assert len(processes) == 3  # the first was asked for vllm
     assert all(process.poll() is not None for process in processes)
     child = int((tmp_path / "vllm" / "child").read_text())
     until = time.monotonic() + 30

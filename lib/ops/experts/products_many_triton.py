@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.ops.experts.routing_triton import Aligned
 from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.products.blocks_triton import TRITON_DTYPES
+from weft.ops.products.blocks_triton import TRITON_DTYPES, gated
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns
 
 _LINE = 16
@@ -39,7 +39,7 @@ def _step(acc, a, w, factor, scale, FP8: tl.constexpr):
 def _store_gated(gate, up, out, pair, live, first, inner, WIDTH: tl.constexpr, TYPE: tl.constexpr):
     """`silu(gate) * up` to the pairs' rows, from column `first` on."""
     column = first + tl.arange(0, WIDTH)
-    result = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+    result = gated(gate, up).to(TYPE)
     mask = live[:, None] & (column < inner)[None, :]
     tl.store(out + pair.to(tl.int64)[:, None] * inner + column[None, :], result, mask=mask)
 

@@ -26,7 +26,7 @@ from weft.ops.experts import products_many_triton
 from weft.ops.experts.routing_triton import Aligned, align, find_expert, scan
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
-from weft.ops.products.blocks_triton import TRITON_DTYPES, multiply, quantize_rows
+from weft.ops.products.blocks_triton import TRITON_DTYPES, gated, multiply, quantize_rows
 from weft.ops.tiles.experts import SCAN_PAIRS, expert_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, power_of_two
 
@@ -36,7 +36,7 @@ def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.conste
                  FP8_OUT: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
     """`silu(gate) * up` of a tile `[2 * WIDTH, TOKENS]`, gates above ups, to the pairs' rows; in FP8 WIDTH is 128."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, TOKENS]), [1, 2, 0]))
-    result = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+    result = gated(gate, up).to(TYPE)
     column = tile * WIDTH + tl.arange(0, WIDTH)
     place = pair.to(tl.int64)
     if FP8_OUT:

@@ -31,6 +31,12 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up):
+    """`silu(gate) * up`, of float32."""
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def to_fp8(x):
     """float8_e4m3fn of float32 values in its range, rounded to nearest, ties to even."""
     # The interpreter rounds ties and subnormals to FP8 wrongly: https://github.com/triton-lang/triton/pull/11897

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.kernel_triton import at_once, begin, early, kernel, release
-from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
+from weft.ops.products.blocks_triton import TRITON_DTYPES, gated, load_sum, quantize_rows
 from weft.ops.products.fp8 import ceil_blocks
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
@@ -33,7 +33,7 @@ def _gate_kernel(
     offsets = token * 2 * inner + column
     gate = load_sum(x, offsets, inside, stride, PARTS, TYPE)
     up = load_sum(x, offsets + inner, inside, stride, PARTS, TYPE)
-    row = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+    row = gated(gate, up).to(TYPE)
     release()
     place = out + token * inner + column
     if QUANTIZE:

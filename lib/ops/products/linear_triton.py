@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from weft.ops.constants import is_constant
 from weft.ops.kernel_triton import begin, early, is_asking, kernel, release
 from weft.ops.norm_triton import quantize
-from weft.ops.products.blocks_triton import multiply
+from weft.ops.products.blocks_triton import gated, multiply
 from weft.ops.products.gate_triton import silu_mul
 from weft.ops.tiles.linear import gated_tile, linear_tile, one_part_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
@@ -102,8 +102,7 @@ def _gate_rows(acc, ROWS: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr
     else:
         pairs = tl.permute(tl.reshape(acc, (TOKENS, ROWS // 16, 2, 8)), (0, 1, 3, 2))
     gate, up = tl.split(pairs.to(TYPE).to(tl.float32))
-    gated = gate / (1 + tl.exp(-gate)) * up
-    return tl.reshape(gated, (HALF, TOKENS)) if SWAP else tl.reshape(gated, (TOKENS, HALF))
+    return tl.reshape(gated(gate, up), (HALF, TOKENS)) if SWAP else tl.reshape(gated(gate, up), (TOKENS, HALF))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batch_invariant: bool = False) -> Tensor:
@@ -124,7 +123,7 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
     tile = None if batch_invariant or x.itemsize != 2 else gated_tile(x.shape[0], *weight.shape)
     if tile is None:
         return silu_mul(linear(x, weight, bias, 0, batch_invariant), x.dtype)
-    return run_tile(x, None, weight, None, bias, x.dtype, tile, gated=True)
+    return run_tile(x, None, weight, None, bias, x.dtype, tile, gate=True)
 
 
 def _is_large(weight: Tensor) -> bool:
@@ -241,10 +240,10 @@ def run_tile(
     dtype: torch.dtype,
     tile: Tile,
     leaves: int = 0,
-    gated: bool = False,
+    gate: bool = False,
 ) -> Tensor:
     """A linear layer with this tile, in FP8 if the weights and x have scales; its parts are leaves, if there are
-    some. `gated`: its first half is the gate of the second, in a tile of one part."""
+    some. With `gate` its first half of rows is the gate of the second, and the tile has one part."""
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
     if leaves:
@@ -257,7 +256,7 @@ def run_tile(
         parts, segments = cdiv(columns, share), 1
     is_early = tile.ahead > 0 and is_constant(weight) and (scale is None or is_constant(scale))
     is_whole, even = parts == 1 and not leaves, (share if leaves else columns) % tile.columns == 0
-    shape = (tokens, rows // 2 if gated else rows) if is_whole else (parts, tokens, rows)
+    shape = (tokens, rows // 2 if gate else rows) if is_whole else (parts, tokens, rows)
     out = x.new_empty(shape, dtype=dtype if is_whole else torch.float32)
     token_tiles = cdiv(tokens, tile.tokens)
     with torch.cuda.device_of(x):
@@ -269,6 +268,6 @@ def run_tile(
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64, SEGMENTS=segments,
                 GROUP=_GROUP if token_tiles > 2 else 1,
                 AHEAD=tile.ahead, ALL=share <= tile.ahead * tile.columns, EARLY=is_early,
-                GATED=gated, num_warps=tile.warps, num_stages=tile.stages, **early(x),
+                GATED=gate, num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip
     return out

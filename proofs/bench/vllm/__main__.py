@@ -53,8 +53,8 @@ class Engine:
 
     Args:
         name: `weft` or `vllm`.
-        folder: where turns and answers lie, and its output.
-        process: it.
+        folder: holds turns, answers and its output.
+        process: the running command.
     """
 
     def __init__(self, name: str, folder: Path, process: "subprocess.Popen[bytes]") -> None:
@@ -62,21 +62,21 @@ class Engine:
 
     @property
     def log(self) -> str:
-        """What it printed."""
+        """The process's output so far."""
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
     def ask(self, requests: dict[str, int] | None) -> Path:
-        """Give it a turn, or with None none any more; where its answer will be."""
+        """Give the process a turn, or None if there are no more; returns where its answer will be."""
         turn = self.folder / f"{self.name}-{self.count}"
         self.count += 1
         write(turn, requests)
         return turn.with_name(turn.name + "-done")
 
     def answer(self, path: Path, seconds: float) -> dict[str, Any]:
-        """What it wrote.
+        """Wait for the answer at a path, and read it.
 
         Raises:
-            SystemExit: it ended, or wrote nothing in time; with the end of its output.
+            SystemExit: the process ended first, or took longer than `seconds`; with the end of its output.
         """
         until = time.monotonic() + seconds
         while not path.exists():
@@ -238,6 +238,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", default=sys.executable, help="that has vLLM (this one)")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     given = parser.parse_args(argv)
+    if given.rounds < 0:
+        parser.error(f"--rounds {given.rounds}: pass 0 or more, the rounds after the first pass")
+    has_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if subprocess.run([given.python, "-c", has_vllm], check=False).returncode:
+        parser.error(f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it")
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that both engines are ended too
     for preset in given.presets:
