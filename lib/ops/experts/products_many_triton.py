@@ -29,7 +29,7 @@ _LINE = 16
 def _step(acc, a, w, factor, scale, FP8: tl.constexpr):
     """`acc` `[TOKENS, WIDTH]` plus a product over one block of columns; in FP8 times the scales of tokens and block."""
     if FP8:
-        acc += tl.dot(a, tl.trans(w)) * (factor * scale)[:, None]
+        acc += tl.dot(a, tl.trans(w)) * (factor * tl.load(scale))[:, None]
     else:
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
     return acc
@@ -82,27 +82,18 @@ def _many_kernel(
         second_scale = scale + (expert * tl.cdiv(height, 128) + tl.minimum(second, height - 1) // 128) * blocks
         column = tl.arange(0, COLUMNS)
         x_rows = x + source.to(tl.int64)[:, None] * columns + column[None, :]
-        scales_of = x_scales + source.to(tl.int64) * blocks
+        factor = live.to(tl.float32)
         left = tl.zeros([TOKENS, WIDTH], tl.float32)
         right = tl.zeros([TOKENS, WIDTH], tl.float32)
         leaf = tl.program_id(2)
         high = (leaf + 1) * share
-        if not FP8:
-            factor, by_left, by_right = 1.0, 1.0, 1.0  # not read
-        if FP8:  # a step's scales are asked for during the one before, as in `multiply`
-            block = leaf * share // 128
-            next_factor = tl.load(scales_of + block, mask=live, other=0.0)
-            next_left, next_right = tl.load(first_scale + block), tl.load(second_scale + block)
         for k in range(leaf * share, high, COLUMNS):
             inside = live[:, None] if EVEN else live[:, None] & (k + column < high)[None, :]
-            if FP8:
-                factor, by_left, by_right = next_factor, next_left, next_right
-                block = tl.minimum(k // 128 + 1, blocks - 1)
-                next_factor = tl.load(scales_of + block, mask=live, other=0.0)
-                next_left, next_right = tl.load(first_scale + block), tl.load(second_scale + block)
             a = tl.load(x_rows + k, mask=inside, other=0.0)
-            left = _step(left, a, weight.load([expert * height + first, k]), factor, by_left, FP8)
-            right = _step(right, a, weight.load([expert * height + second, k]), factor, by_right, FP8)
+            if FP8:
+                factor = tl.load(x_scales + source.to(tl.int64) * blocks + k // 128, mask=live, other=0.0)
+            left = _step(left, a, weight.load([expert * height + first, k]), factor, first_scale + k // 128, FP8)
+            right = _step(right, a, weight.load([expert * height + second, k]), factor, second_scale + k // 128, FP8)
         release()
         if GATED:
             _store_gated(left, right, out, pair, live, first, inner, WIDTH, TYPE)

@@ -73,8 +73,8 @@ def _multiply_first(
     x, x_scales, token, live, weight, scale, row, low, high, columns,
     FP8: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose weights, and their scales,
-    are asked for before the activations are."""
+    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose weights are asked for
+    before the activations are."""
     # One tile in bfloat16. In FP8 each has a scale of its own.
     WIDTH: tl.constexpr = COLUMNS if FP8 else TILES * COLUMNS
     COUNT: tl.constexpr = TILES if FP8 else 1
@@ -82,28 +82,23 @@ def _multiply_first(
     x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
     w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
     weights = ()
-    by_rows = ()
-    blocks = tl.cdiv(columns, 128)
     for i in tl.static_range(COUNT):
         inside = step + i * WIDTH < high
         weights += (tl.load(w_rows + i * WIDTH, mask=inside[None, :], other=0.0, cache_modifier=".cg"),)
-        if FP8:
-            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
-            by_rows += (tl.load(scale + row // 128 * blocks + block, cache_modifier=".cg"),)
     if EARLY:
         begin()
     values = ()
-    factors = ()
     for i in tl.static_range(COUNT):
         inside = step + i * WIDTH < high
         values += (tl.load(x_rows + i * WIDTH, mask=live[:, None] & inside[None, :], other=0.0),)
-        if FP8:  # all scales are asked for before the first product waits
-            block = tl.minimum(low // 128 + i, blocks - 1)
-            factors += (tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0),)
     acc = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
     if FP8:
+        blocks = tl.cdiv(columns, 128)
         for i in tl.static_range(COUNT):
-            acc += tl.dot(weights[i], tl.trans(values[i])) * (by_rows[i][:, None] * factors[i][None, :])
+            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
+            factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
+            by_row = tl.load(scale + row // 128 * blocks + block)
+            acc += tl.dot(weights[i], tl.trans(values[i])) * (by_row[:, None] * factor[None, :])
     else:
         acc = tl.dot(weights[0], tl.trans(values[0]), acc, input_precision="ieee")
     return acc
@@ -129,7 +124,7 @@ def multiply(
         row: which rows of the weights.
         AHEAD: the first tiles of columns, whose weights are asked for together; only with SWAP.
         ALL: there are no other tiles.
-        EARLY: begin once they are asked for, because nothing writes the weights and their scales.
+        EARLY: begin once they are asked for, because nothing writes the weights.
     """
     if AHEAD:
         first = _multiply_first(
@@ -141,25 +136,17 @@ def multiply(
     x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
     w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
     acc = first if AHEAD else tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
-    blocks = tl.cdiv(columns, 128)
-    if FP8:  # a step's scales are asked for during the one before: Triton does so for what it multiplies alone
-        block = tl.minimum(low // 128 + AHEAD, blocks - 1)
-        next_by_row = tl.load(scale + row // 128 * blocks + block)
-        if not QUANTIZE:
-            next_factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
     for k in range(low + AHEAD * COLUMNS, high, COLUMNS):
         inside = (k + step < high)[None, :]
-        if FP8:
-            by_row, block = next_by_row, tl.minimum(k // 128 + 1, blocks - 1)
-            next_by_row = tl.load(scale + row // 128 * blocks + block)
-            if not QUANTIZE:
-                factor = next_factor
-                next_factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
         w = tl.load(w_rows + k) if EVEN else tl.load(w_rows + k, mask=inside, other=0.0)
         a = tl.load(x_rows + k, mask=live[:, None] if EVEN else live[:, None] & inside, other=0.0)
         if FP8:
+            blocks = tl.cdiv(columns, 128)
             if QUANTIZE:
                 a, factor = quantize_rows(a.to(tl.float32))
+            else:
+                factor = tl.load(x_scales + token.to(tl.int64) * blocks + k // 128, mask=live, other=0.0)
+            by_row = tl.load(scale + row // 128 * blocks + k // 128)
             if SWAP:
                 acc += tl.dot(w, tl.trans(a)) * (by_row[:, None] * factor[None, :])
             else:

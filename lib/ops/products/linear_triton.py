@@ -254,7 +254,6 @@ def run_tile(
     else:
         share = cdiv(cdiv(columns, tile.columns), tile.parts) * tile.columns
         parts, segments = cdiv(columns, share), 1
-    is_early = tile.ahead > 0 and is_constant(weight) and (scale is None or is_constant(scale))
     is_whole, even = parts == 1 and not leaves, (share if leaves else columns) % tile.columns == 0
     shape = (tokens, rows // 2 if gate else rows) if is_whole else (parts, tokens, rows)
     out = x.new_empty(shape, dtype=dtype if is_whole else torch.float32)
@@ -267,7 +266,7 @@ def run_tile(
                 FP8=fp8, BIAS=bias is not None, EVEN=even,
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64, SEGMENTS=segments,
                 GROUP=_GROUP if token_tiles > 2 else 1,
-                AHEAD=tile.ahead, ALL=share <= tile.ahead * tile.columns, EARLY=is_early,
+                AHEAD=tile.ahead, ALL=share <= tile.ahead * tile.columns, EARLY=tile.ahead > 0 and is_constant(weight),
                 GATED=gate, num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip
     return out

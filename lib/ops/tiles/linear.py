@@ -59,9 +59,8 @@ def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
     best, gpu = linear_tile(tokens, rows, columns, False), device()
     if gpu is None or (best is not None and best.parts == 1):
         return best
-    if best is not None and best.stages == 1:  # all weights are on their way at once, 128 registers of a thread at most
-        ahead = power_of_two(cdiv(columns, 128))
-        return Tile(64 * _MOST_AHEAD // max(ahead, _MOST_AHEAD), 16, 128, 4, 1, ahead=ahead) if ahead <= 8 else None
+    if best is not None and best.stages == 1:  # one part cannot ask for all weights at once (measured: slower)
+        return None
     whole = _best_of_parts(_rounded(tokens), rows, columns, False, 1)
     apart, together = model(False).costs(_rounded(tokens), rows, columns, [best, whole], gpu)
     if together > apart + gate_seconds(tokens, rows):

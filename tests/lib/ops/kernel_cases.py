@@ -158,7 +158,6 @@ def gated() -> list[Case]:
         (70, 100, 256, Tile(64, 64, 128, 4, 2)),
         (130, 64, 200, Tile(128, 128, 64, 8, 2)),
         (50, 40, 200, Tile(64, 16, 128, 4, 2)),  # four tiles of tokens share those of weights
-        (2, 100, 1000, Tile(32, 16, 128, 4, 1, ahead=8)),
     ):
         x, weight, bias = randn(tokens, columns), randn(2 * inner, columns), randn(2 * inner) if tokens < 70 else None
         given = (x, None, weight, None, bias, torch.float32)

@@ -36,13 +36,11 @@ def ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(target_info, "current_target", current_target)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # no other process may meet with this code
 
-    def made(
-        fn: Any, pointers: dict[str, str], constants: dict[str, Any], form: str = "ptx", **options: Any
-    ) -> list[str]:
+    def made(fn: Any, pointers: dict[str, str], constants: dict[str, Any], **options: Any) -> list[str]:
         known = pointers | dict.fromkeys(constants, "constexpr")
         names = {name: known.get(name, "fp32" if name == "eps" else "i32") for name in fn.arg_names}
         source = ASTSource(fn, names, constants)
-        return str(compile(source, target=target, options={"launch_pdl": True, **options}).asm[form]).splitlines()
+        return str(compile(source, target=target, options={"launch_pdl": True, **options}).asm["ptx"]).splitlines()
 
     return made
 
@@ -73,29 +71,6 @@ def test_a_product_reads_only_weights_before_it_waits(ptx: Any, kind: str, early
         assert after
         assert bool(before) is early
         assert all(".cg" in line for line in before)
-
-
-@pytest.mark.parametrize("gated", [True, False], ids=["up", "down, quantising"])
-def test_a_step_of_experts_asks_for_the_next_scales_before_it_waits(ptx: Any, gated: bool) -> None:
-    """Triton has weights and activations on the way for several steps, and a scale only where it stands in the code."""
-    from triton.language import bfloat16
-
-    from weft.ops.experts.products_triton import _expert_kernel
-
-    names = dict.fromkeys(("experts", "order", "owners"), "*i32") | dict.fromkeys(("out", "out_scales"), "*bf16")
-    pointers = names | dict.fromkeys(("x_scales", "scale", "weights"), "*fp32") | {"weight": "*fp8e4nv"}
-    pointers |= {"x": "*fp8e4nv" if gated else "*bf16"}
-    how = {"TOP_K": 8, "GATED": gated, "FP8": True, "QUANTIZE": not gated, "EVEN": True, "FP8_OUT": False, "PAIRS": 1}
-    shape = {"ROWS": 64, "TOKENS": 16, "COLUMNS": 128, "TYPE": bfloat16}
-    lines = ptx(_expert_kernel.jit, pointers, how | shape, "ttgir", num_warps=4, num_stages=3)
-    start = next(i for i, line in enumerate(lines) if "scf.for" in line)
-    loop = lines[start : next(i for i, line in enumerate(lines) if i > start and "scf.yield" in line)]
-    scales = [i for i, line in enumerate(loop) if "tt.load" in line and "f32>" in line]
-    product = next(i for i, line in enumerate(loop) if "dot" in line)
-    assert len(scales) == (2 if gated else 1)
-    assert all(i < product for i in scales)
-    used = [line.split("=")[0].strip() for line in (loop[i] for i in scales)]
-    assert not any(re.search(rf"{re.escape(name)}\b", line) for name in used for line in loop[product:])
 
 
 @pytest.mark.parametrize("is_early", [None, 0, 1])
@@ -168,17 +143,3 @@ def test_only_constant_weights_of_few_tokens_are_loaded_early(monkeypatch: pytes
     norm_triton.norm(x, gain, 1e-6)
     for kernel in (products, norms):
         assert kernel.seen == [tokens == 1, False, False, False]
-
-
-def test_weights_in_fp8_are_loaded_early_only_if_their_scales_are_constant_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.ops.products import linear_triton
-
-    products = Recorder(linear_triton._linear_kernel, "EARLY")
-    monkeypatch.setattr(linear_triton, "_linear_kernel", products)
-    values, weight = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (1, 256))
-    scales, scale, tile = torch.ones(1, 2), torch.ones(2, 2), linear_tile(1, 256, 256, True)
-    assert tile is not None
-    for known in ([weight, scale], [weight], [scale]):
-        with constant(known):
-            linear_triton.run_tile(values, scales, weight, scale, None, torch.bfloat16, tile)
-    assert products.seen == [True, False, False]
