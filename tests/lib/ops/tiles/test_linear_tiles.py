@@ -129,7 +129,7 @@ def test_a_gate_joins_products_of_few_tokens_of_any_model() -> None:
 def test_a_gate_joins_its_product_where_that_takes_less(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(gated_tile(tokens, 28672, 4096) for tokens in (1, 16, 64))
     assert [gated_tile(tokens, 28672, 4096) for tokens in (512, 8192)] == [None, None]  # torch's product, and a gate
-    assert [gated_tile(tokens, 6144, 1024) for tokens in (1, 16)] == [None, None]  # two parts ask for all weights at once
+    assert [gated_tile(tokens, 6144, 1024) for tokens in (1, 16)] == [None, None]  # two parts ask for all weights
     assert gated_tile(128, 6144, 1024)
     for cached in (linear.gated_tile, linear.linear_tile, linear._best):
         cached.cache_clear()
