@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.ops.copying.byte_copies import is_bytes
 from weft.ops.copying.copies import plan_clones, uses_kernel
-from weft.torchapi.private import clone_all, storage_id
+from weft.torchapi.private import children_of, clone_all, storage_id
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.calls.key import PLAIN
 from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
@@ -25,8 +25,6 @@ from weft.trees import (
     node_fields,
     tree_flatten,
     tree_leaves,
-    tree_map,
-    tree_structure,
     tree_unflatten,
 )
 
@@ -60,13 +58,14 @@ def _same_view(a: Any, b: Any) -> bool:
     )
 
 
-def subtrees(tree: Any, start: int = 0) -> Iterator[tuple[int, Any]]:
-    """(index of its first leaf, subtree) for `tree` and all values in its tuples, lists and dicts, outermost first."""
-    yield start, tree
+def subtrees(tree: Any, structure: TreeSpec, start: int = 0) -> Iterator[tuple[int, TreeSpec]]:
+    """(index of its first leaf, structure) of `tree` and all values in its tuples, lists and dicts, outermost first."""
+    yield start, structure
     children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    for child in children:
-        yield from subtrees(child, start)
-        start += len(tree_leaves(child))
+    parts = children_of(structure)
+    for child, part in zip(children, parts, strict=True) if len(children) == len(parts) else ():
+        yield from subtrees(child, part, start)
+        start += part.num_leaves
 
 
 def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
@@ -75,13 +74,13 @@ def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
     Among several candidates, the one that shares most tensors with the argument is chosen, then the first. None if
     there is no candidate that is not `taken`.
     """
-    structure, leaves = tree_structure(donated), tree_leaves(donated)
+    (leaves, wanted), (own, structure) = tree_flatten(donated), tree_flatten(result)
     found: list[tuple[int, range]] = []
-    for start, candidate in subtrees(result):
+    for start, candidate in subtrees(result, structure):
         span = range(start, start + len(leaves))
-        if tree_structure(candidate) != structure or not taken.isdisjoint(span):
+        if candidate.num_leaves != len(leaves) or candidate != wanted or not taken.isdisjoint(span):
             continue
-        pairs = list(zip(tree_leaves(candidate), leaves, strict=True))
+        pairs = list(zip(own[start : span.stop], leaves, strict=True))
         if all(_same_kind(a, b) for a, b in pairs):
             found.append((sum(_same_view(a, b) for a, b in pairs), span))
     return max(found, key=lambda pair: pair[0])[1] if found else None
@@ -104,9 +103,9 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
     An output that lies in donated storage, and is not the next value of that storage, is copied first, so that the
     order of the writes does not matter.
     """
-    required_grad = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)]
-    result = tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, result)
     leaves, structure = tree_flatten(result)
+    required_grad = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+    leaves = [x.detach() if required else x for x, required in zip(leaves, required_grad, strict=True)]
     targets = _write_back_targets(result, donated)
     donated_storages = {storage_id(t) for t in tree_leaves(list(donated)) if isinstance(t, Tensor)}
 
@@ -331,8 +330,13 @@ def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
     if not donated or (torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in tree_leaves(result))):
         return result
     with torch.no_grad():
-        references = tree_unflatten(call.reference_leaves, call.reference_tree)
-        outputs = make_outputs(result, [references[n] for n in donated if n in references], call.reference_leaves)
+        taken, start = [], 0
+        for name, part in zip(call.references, children_of(call.reference_tree), strict=True):
+            stop = start + part.num_leaves
+            if name in donated:
+                taken.append(tree_unflatten(call.reference_leaves[start:stop], part))
+            start = stop
+        outputs = make_outputs(result, taken, call.reference_leaves)
     leaves = [
         own if index is None else call.reference_leaves[index].detach() if index < call.num_donated else leaf
         for own, index, leaf in zip(outputs.leaves, outputs.references, tree_leaves(result), strict=True)
