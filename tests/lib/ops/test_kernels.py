@@ -133,7 +133,7 @@ def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(shape: tuple[int, 
         gated = run_tile(x, None, weight, None, bias, dtype, tile, gate=True)
         assert torch.equal(gated, silu_mul(run_tile(x, None, weight, None, bias, dtype, tile), dtype)), tokens
         assert torch.equal(gated, swiglu(x, weight, bias)), tokens
-    assert found >= 5
+    assert found >= 3
 
 
 def fused() -> list[tuple[str, tuple[Any, ...]]]:
