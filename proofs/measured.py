@@ -39,10 +39,10 @@ Each command to repeat a measurement is a module of `proofs/bench/` (`python -m 
 ## Decodes against the roofline
 
 100 % is the speed at which a step's bytes are read at the bandwidth of the data sheet, and nothing else takes time
-(`weft.proofs.roofline`): weights, of experts as many as random routing chooses, 258 tokens of keys and values for each
-request, and logits. Bars are medians of the runs of the oldest and of the newest record of one GPU; hosts differ, so
-the newest may be the slower one. The first builds, of which `proofs/bench/NOTES.md` tells, left no record of serving on
-one GPU.
+(`weft.proofs.roofline`): weights, of experts as many as random routing chooses, keys and values of each request's
+tokens (258 on average after 2 in and 512 out), and logits. Bars are medians of the runs of the oldest and of the newest
+record of one GPU; hosts differ, so the newest may be the slower one. The first builds, of which
+`proofs/bench/NOTES.md` tells, left no record of serving on one GPU.
 
 ![Output tokens a second as a share of the roofline, oldest and newest record](roofline.svg)
 
@@ -115,7 +115,7 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
 def equality_rows() -> Iterator[tuple[str, ...]]:
     """Rows that count the greedy completions equal to those of eager steps."""
     ends = ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")
-    checks = ((MODELS[preset], f"h100-check-{preset}", "1 H100", "") for preset in _CHECKED)
+    checks = ((MODELS[preset], f"h200-check-{preset}", "1 H200", "") for preset in _CHECKED)
     for model, name, machine, _ in (*SERVED, ends, *checks):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):

@@ -2,8 +2,8 @@
 
 The roofline is the speed at which the bytes of a step are read at the bandwidth of the data sheet, and nothing else
 takes time: `predict_decode` with a `Machine` that has only a bandwidth. A step reads the weights (of experts as many as
-random routing chooses), the keys and values of 258 tokens of each request, the mean of 2 tokens in and 512 out, and the
-logits. A share compares all output tokens over all seconds, the prompts' included.
+random routing chooses), the keys and values of each request, of as many tokens as it has on average (258 after 2 tokens
+in and 512 out), and the logits. A share compares all output tokens over all seconds, the prompts' included.
 """
 
 import functools
@@ -30,17 +30,21 @@ MODELS = {
     "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
 }
 """Presets, and their names in print."""
-_CONTEXT = 2 + 512 // 2
-_LENGTHS = (2, 512)
+_INPUT = 2
+_OUTPUTS = 512, 256
+_LENGTHS = _INPUT, _OUTPUTS[0]
+_REQUESTS = 1, 8, 128
+_WORKLOADS = "decode", "one", "eight"
 _DEFAULT = "full_and_piecewise"
 
 
 @attrs.frozen(order=True)
 class Served:
-    """Decodes of 2 tokens in and 512 out by one GPU, with requests that all arrive at once: runs of one build.
+    """Decodes after 2 tokens in by one GPU, with requests that all arrive at once: runs of one build.
 
     Args:
         time: when the run began (UTC), to the minute, or the day; and which of the builds that took turns.
+        output_len: the tokens of a completion, 256 or 512.
         speeds: output tokens per second of each run.
     """
 
@@ -48,6 +52,7 @@ class Served:
     gpu: str
     model: str
     requests: int
+    output_len: int = attrs.field(order=False)
     speeds: tuple[float, ...] = attrs.field(order=False)
     record: Record = attrs.field(order=False)
 
@@ -59,14 +64,20 @@ class Served:
     @property
     def share(self) -> float:
         """Of the roofline."""
-        return self.speed / roofline(self.gpu, self.model, self.requests)
+        return self.speed / self.most
+
+    @property
+    def most(self) -> float:
+        """The roofline, in output tokens per second."""
+        return roofline(self.gpu, self.model, self.requests, self.output_len)
 
 
 @functools.cache
-def roofline(gpu: str, model: str, requests: int) -> float:
+def roofline(gpu: str, model: str, requests: int, output_len: int = _OUTPUTS[0]) -> float:
     """The most output tokens per second, by bytes over bandwidth."""
     config, machine = parse_config(PRESETS[model], source=model), Machine(bandwidth=BANDWIDTHS[gpu])
-    found = predict_decode(config, 1, requests=requests, context=_CONTEXT, cohorts=1, machine=machine)
+    context = _INPUT + output_len // 2
+    found = predict_decode(config, 1, requests=requests, context=context, cohorts=1, machine=machine)
     return found.chosen.tokens_per_second
 
 
@@ -79,7 +90,8 @@ def served_alone() -> Iterator[Served]:
             if not row.get("batch_invariant"):
                 gpu = next(gpu for gpu in BANDWIDTHS if gpu in (environment.get("gpu") or environment["device"]))
                 time = environment["time"][:16].replace("T", " ") if "time" in environment else record.file[:10]
-                key = (time, int(row.get("build") == "now")), gpu, model, row["num_requests"]
+                length = row.get("output_len", _OUTPUTS[0])
+                key = (time, int(row.get("build") == "now")), gpu, model, row["num_requests"], length
                 speeds = row["output_tokens_per_s"]
                 found[key][row.get("mode", _DEFAULT)] += speeds if isinstance(speeds, list) else [speeds]
         for key, modes in found.items():
@@ -112,7 +124,8 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
         if run.get("stages") == 1:
             for row in run["rows"]:
                 is_weft = row.get("engine", "weft") == "weft" and not row.get("first")
-                if row["workload"] == "decode" and is_weft and row.get("output_len", _LENGTHS[1]) == _LENGTHS[1]:
+                decodes = row.get("input_len", _INPUT) == _INPUT and row.get("output_len", _OUTPUTS[0]) in _OUTPUTS
+                if row["workload"] in _WORKLOADS and is_weft and decodes:
                     yield run["preset"], run.get("environment") or data["environment"], row
 
 
@@ -121,7 +134,7 @@ def before_and_after() -> dict[tuple[str, str, int], tuple[Served, ...]]:
     found: dict[tuple[str, str, int], list[Served]] = defaultdict(list)
     for one in sorted(served_alone()):
         found[one.gpu, one.model, one.requests].append(one)
-    keys = ((gpu, model, requests) for gpu in BANDWIDTHS for model in MODELS for requests in (1, 128))
+    keys = ((gpu, model, requests) for gpu in BANDWIDTHS for model in MODELS for requests in _REQUESTS)
     return {key: (*found[key][:1], *found[key][1:][-1:]) for key in keys if key in found}
 
 
@@ -129,8 +142,9 @@ def roofline_rows() -> Iterator[tuple[str, ...]]:
     """The newest decodes of one GPU, for the page of measurements."""
     for (gpu, model, requests), ends in before_and_after().items():
         newest = ends[-1]
-        what = f"{MODELS[model]}: {requests} request{'s' * (requests > 1)}, 2 in, 512 out: share of the roofline"
-        most = f"{roofline(gpu, model, requests):,.0f} tokens/s at {BANDWIDTHS[gpu] / 1e12:g} TB/s"
+        lengths = f"{_INPUT} in, {newest.output_len} out"
+        what = f"{MODELS[model]}: {requests} request{'s' * (requests > 1)}, {lengths}: share of the roofline"
+        most = f"{newest.most:,.0f} tokens/s at {BANDWIDTHS[gpu] / 1e12:g} TB/s"
         first = f"; {ends[0].share:.0%} on {ends[0].time[0]}" if len(ends) > 1 else "; no older record"
         figure = f"{newest.share:.0%}: {span(newest.speeds, '{:,.0f}')} tokens/s"
         yield what, figure, most + first, newest.time[0], f"1 {gpu}", f"`{newest.record.file}`"

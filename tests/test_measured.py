@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from pages import ROOT
 
-from weft.proofs import measured, records
+from weft.proofs import measured, records, roofline as shares
 from weft.proofs.pictures import modes, roofline, tiles
 from weft.proofs.roofline import before_and_after
 
@@ -40,8 +40,9 @@ def test_shares_of_the_roofline_are_of_bytes_over_bandwidth() -> None:
     found = before_and_after()
     assert {gpu for gpu, _, _ in found} == {"H100", "H200"}
     # Llama-3.1-8B reads 15.0 GB of weights, and 128 times 258 tokens with 131 kB of keys and values each.
-    assert roofline.roofline("H200", "llama-3.1-8b", 1) == pytest.approx(4.8e12 / 15.05e9, rel=0.01)
-    assert roofline.roofline("H200", "llama-3.1-8b", 128) == pytest.approx(128 * 4.8e12 / 19.7e9, rel=0.01)
+    assert shares.roofline("H200", "llama-3.1-8b", 1) == pytest.approx(4.8e12 / 15.05e9, rel=0.01)
+    assert shares.roofline("H200", "llama-3.1-8b", 128) == pytest.approx(128 * 4.8e12 / 19.7e9, rel=0.01)
+    assert shares.roofline("H200", "llama-3.1-8b", 128, 256) == pytest.approx(128 * 4.8e12 / 17.6e9, rel=0.01)
     oldest, newest = found["H200", "qwen3-30b-a3b-fp8", 128]
     assert oldest.record.file == "2026-11-21-h200-bench-moe.json"
     assert newest.time > oldest.time
