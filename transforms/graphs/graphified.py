@@ -166,11 +166,9 @@ class Graphified(Generic[P, R]):
         with self._lock:
             signature = hashable_signature(call, self._graphable.name)
             plan, is_kept = self._cache.plan(call, signature)
-            repeats = is_kept and plan.may_run() if plan is not None else call.known is None
-            if repeats and modes is not None:
-                condition = None if plan is None else self._condition(plan, call)
+            if plan is not None and is_kept and modes is not None and plan.may_run():
                 with WithoutFunctionModes() if modes else contextlib.nullcontext():
-                    self._cache.fast_paths.add(args, kwargs, modes, call, plan, condition)
+                    self._cache.fast_paths.add(args, kwargs, modes, call, plan, self._condition(plan, call))
         return self._answer(plan, call, args, kwargs)
 
     def _condition(self, plan: Plan, call: Call) -> Callable[[Plan], bool] | None:

@@ -49,6 +49,44 @@ def test_what_holds_around_a_call() -> None:
                 assert_equal(f"{LAW}: {first}, then {second}", g(a), fn(a))
 
 
+HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a tensor": (lambda x: x, lambda w: w),
+    "a dict": (lambda x: {"x": x, "y": torch.ones(2)}, lambda w: w["x"]),
+    "a frozen class": (lambda x: Point(x, torch.ones(2)), lambda w: w.a),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_attributes_of_what_is_captured_by_reference(name: str) -> None:
+    make, take = HELD[name]
+    x = torch.ones(2)
+    held = make(x)
+
+    def fn(w: Any, y: Tensor) -> Tensor:
+        return y * getattr(take(w), "scale", 5.0) + getattr(take(w), "shift", 0)
+
+    g, scale = graphify(fn, reference_argnames="w"), 1.5
+    changes: dict[str, Callable[[], Any]] = {
+        "none": lambda: None,
+        "one is set": lambda: setattr(x, "scale", scale),
+        "to another value": lambda: setattr(x, "scale", 2.0),
+        "to an equal one": lambda: setattr(x, "scale", float("2")),
+        "a second one": lambda: setattr(x, "shift", -1),
+        "to one that == takes for it": lambda: (setattr(x, "shift", True), setattr(x, "scale", 1)),
+        "the first is gone": lambda: delattr(x, "scale"),
+        "both": lambda: delattr(x, "shift"),
+    }
+    for what, change in changes.items():
+        change()
+        for size in (2, 2, 3):
+            assert_equal(f"{LAW}: {what}", g(held, torch.ones(size)), fn(held, torch.ones(size)))
+    captures = g.cache_info().captures
+    assert captures == 12  # two sizes each, and two changes that change nothing
+    x.scale = scale = float("1.5")  # type: ignore[attr-defined]
+    assert_equal(LAW, g(held, torch.ones(2)), fn(held, torch.ones(2)))
+    assert g.cache_info().captures == captures
+
+
 def test_a_call_that_autograd_records_is_not_replayed() -> None:
     g, w = graphify(lambda x: x * 2), torch.ones(4, requires_grad=True)
     with torch.no_grad():

@@ -89,18 +89,6 @@ def test_a_new_size_asks_nothing_of_what_is_known() -> None:
     assert g.cache_info().captures == 2
 
 
-def test_calls_that_no_graph_answers_ask_nothing_of_what_is_known() -> None:
-    g, params, state = make_step(), make_weights(), make_state()
-    others = make_state()
-    for turn, size in enumerate((9, 12, 9)):
-        others, expected = step(params, others, rows(size))
-        (state, out), asked = flattened(g, params, state, rows(size))
-        assert_equal(LAW, (state, out), (others, expected))
-        assert ("by reference" in asked) == (turn == 0)
-        assert "copied" in asked
-    assert (g.cache_info().captures, g.cache_info().eager) == (0, 3)
-
-
 def test_it_is_asked_again_of_other_weights_and_of_another_state() -> None:
     g, weights = make_step(), [make_weights(), make_weights(5.0)]
     states, others = [make_state(), make_state()], [make_state(), make_state()]

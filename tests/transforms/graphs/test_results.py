@@ -146,6 +146,26 @@ def test_two_donated_arguments_of_one_structure(name: str) -> None:
         seen, wanted = g(*clone(seen) if name == "one twice" else seen), fn(*clone(wanted))
 
 
+class Pair(tuple[Any, ...]):
+    """Registered below: its None is no leaf."""
+
+
+torch.utils._pytree.register_pytree_node(
+    Pair,
+    lambda pair: ([x for x in pair if x is not None], tuple(x is None for x in pair)),
+    lambda given, absent: Pair(None if is_absent else next(found) for found in [iter(given)] for is_absent in absent),
+)
+
+
+def test_a_state_inside_a_class_that_leaves_out_a_value() -> None:
+    g, state, storages = graphify(lambda s, x: Pair((None, s + x, x * 2)), donate_argnames="s"), torch.zeros(2), set()
+    for count in range(1, 5):
+        _, state, out = g(state, torch.ones(2))
+        storages.add(state.data_ptr())
+        assert_equal(LAW, (state, out), (torch.full((2,), float(count)), torch.full((2,), 2.0)))
+    assert (g.cache_info().captures, len(storages)) == (1, 1)
+
+
 def test_states_that_lose_or_change_a_leaf() -> None:
     drop = graphify(lambda s: {"a": s["a"].add_(1)}, donate_argnames=("s",))
     first = drop({"a": torch.zeros(2), "b": torch.zeros(2)})

@@ -5,8 +5,7 @@ replay, it stores a short key and two guards in C++ (torch's own, as `torch.comp
 strict. A call that fails a guard takes the general path again, so a guard may be too strict but never too lax.
 
 A call that differs from an earlier one only in its copied arguments, such as a batch of another size, takes the general
-path with the key of its arguments by reference already known: a model's parameters are a thousand tensors. So does a
-call like an earlier one that no graph answered.
+path with the key of its arguments by reference already known: a model's parameters are a thousand tensors.
 """
 
 import weakref
@@ -180,9 +179,9 @@ class FastPath(Generic[T]):
             taken[index] = take_tensor(taken[index], taker)
         return taken
 
-    def add(self, read: ReadCall | None, call: Call, plan: T | None, condition: Callable[[T], bool] | None) -> bool:
-        """Store a plan, if there is one, for calls like this one, as long as it exists and the condition holds, and the
-        key of its arguments by reference for calls that differ in copied arguments only.
+    def add(self, read: ReadCall | None, call: Call, plan: T, condition: Callable[[T], bool] | None) -> bool:
+        """Store a plan for calls like this one, as long as it exists and the condition holds, and the key of its
+        arguments by reference for calls that differ in copied arguments only.
 
         Returns:
             False if the call has another structure, or one tensor in two places where the call that this fast path was
@@ -190,17 +189,15 @@ class FastPath(Generic[T]):
         """
         if read is None:
             return False
-        if plan is not None:
-            guarded = _guarded(weakref.ref(plan), condition, read[2], read[1][: self.num_donated])
-            if guarded is None:
-                return False
-            _store(self.plans, read[0], read[2], guarded, MAX_KEYS)
+        guarded = _guarded(weakref.ref(plan), condition, read[2], read[1][: self.num_donated])
+        if guarded is None:
+            return False
+        _store(self.plans, read[0], read[2], guarded, MAX_KEYS)
         if call.known is None:
             known, tensors = KnownReferences(call.reference_tree, call.reference_key()), read[2]
             tensors = tensors[: self.layout.num_references[1]]
             references = _guarded(lambda: known, None, tensors)
-            if references is None:
-                return False
+            assert references is not None, "a subset of tensors that are all in one place"
             _store(self.known, read[0][0], tensors, references, MAX_KNOWN)
         return True
 
@@ -231,11 +228,10 @@ class FastPaths(Generic[T]):
         kwargs: dict[str, Any],
         modes: tuple[Any, ...],
         call: Call,
-        plan: T | None,
+        plan: T,
         condition: Callable[[T], bool] | None,
     ) -> None:
-        """Store a plan, if there is one, for the next call like this one, as long as it exists and the condition
-        holds, and what is known of its arguments by reference."""
+        """Store a plan for the next call like this one, as long as it exists and the condition holds."""
         form = (len(args), *kwargs, *modes)
         existing = self.by_form.get(form, ())
         for fast_path in existing:

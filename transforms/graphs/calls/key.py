@@ -124,13 +124,18 @@ def without_grad_mode(key: Key) -> Key:
     return attrs.evolve(key, ambient=tuple(pair for pair in key.ambient if pair[0] != "grad mode"))
 
 
+def attributes_of(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
+    """The attributes that Python code has set on a tensor: names and `value_key`s."""
+    return tuple((name, value_key(x)) for name, x in vars(tensor).items() if not name.startswith(OF_OTHERS))
+
+
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
     """The key of one leaf; `shape` is the padded shape of a sized leaf, whose buffer is contiguous, else None."""
     if not isinstance(leaf, Tensor):
         return value_key(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
     flags: tuple[bool, ...] = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_leaf, leaf.is_quantized)
-    set_on = tuple((name, value_key(x)) for name, x in vars(leaf).items() if not name.startswith(OF_OTHERS))
+    set_on = attributes_of(leaf)
     if by_reference:
         flags = (*flags, leaf.is_inference())
         return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), 0, set_on)

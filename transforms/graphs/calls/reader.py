@@ -6,6 +6,7 @@ unpack the next tree like it. These lines are generated here, with a check of ea
 """
 
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from weft.donation import TAKEN, is_donatable
 from weft.transforms.graphs.calls.buffers import ALIGNMENT
-from weft.transforms.graphs.calls.key import is_held_weakly
+from weft.transforms.graphs.calls.key import attributes_of, is_held_weakly
 from weft.transforms.graphs.calls.subtrees import SubtreeCache, is_frozen_tree
 from weft.trees import node_fields, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
@@ -255,8 +256,9 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
         writer.require(f"{name} is {first}")
         return
     kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
-    # The attributes of a copied tensor may differ from call to call.
-    unmarked = f"getattr({name}, {TAKEN!r}, None) is None" if by_reference else f"not vars({name})"
+    unmarked = f"not vars({name})"
+    if by_reference and vars(value):  # such as those that transformers sets on parameters
+        unmarked = f"{writer.constant(Attributes.of(value))}.are_those_of({name})"
     writer.require(f"{name}.__class__ is {kind} and {unmarked}")
     writer.key.append(f"{name}.data_ptr()" if by_reference else f"{name}.shape")
     if not by_reference and id(value) not in writer.padded:
@@ -265,6 +267,32 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
         writer.aliased.append((writer.num_leaves - 1, taker))
     writer.tensors.append(name)
     writer.num_tensors += 1
+
+
+@attrs.frozen(eq=False)
+class Attributes:
+    """The attributes that Python code had set on a tensor by reference when its call was recorded.
+
+    Args:
+        names, values: of all of them.
+        key: `attributes_of` the tensor.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    key: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Attributes":
+        """Those of a tensor."""
+        return cls(tuple(vars(tensor)), tuple(vars(tensor).values()), attributes_of(tensor))
+
+    def are_those_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor has equal ones, and was not donated."""
+        own = vars(tensor)
+        if tuple(own) == self.names and all(map(operator.is_, own.values(), self.values)):
+            return True
+        return TAKEN not in own and attributes_of(tensor) == self.key
 
 
 def _write_value(writer: _Writer, expression: str, value: Any, weakly: bool = False) -> None:

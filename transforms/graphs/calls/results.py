@@ -5,6 +5,7 @@ next state is kept in the storage of the old one: at the end of the capture, an 
 donated argument is written back to that argument, unless the function worked in place.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
@@ -58,14 +59,14 @@ def _same_view(a: Any, b: Any) -> bool:
     )
 
 
-def subtrees(tree: Any, structure: TreeSpec, start: int = 0) -> Iterator[tuple[int, TreeSpec]]:
-    """(index of its first leaf, structure) of `tree` and all values in its tuples, lists and dicts, outermost first."""
+def subtrees(structure: TreeSpec, start: int = 0) -> Iterator[tuple[int, TreeSpec]]:
+    """(index of its first leaf, structure) of a tree and all trees in its tuples, lists and dicts, outermost first."""
     yield start, structure
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    parts = children_of(structure)
-    for child, part in zip(children, parts, strict=True) if len(children) == len(parts) else ():
-        yield from subtrees(child, part, start)
-        start += part.num_leaves
+    kind = structure.type
+    if kind is namedtuple or (isinstance(kind, type) and issubclass(kind, tuple | list | dict)):
+        for child in children_of(structure):
+            yield from subtrees(child, start)
+            start += child.num_leaves
 
 
 def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
@@ -76,7 +77,7 @@ def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
     """
     (leaves, wanted), (own, structure) = tree_flatten(donated), tree_flatten(result)
     found: list[tuple[int, range]] = []
-    for start, candidate in subtrees(result, structure):
+    for start, candidate in subtrees(structure):
         span = range(start, start + len(leaves))
         if candidate.num_leaves != len(leaves) or candidate != wanted or not taken.isdisjoint(span):
             continue

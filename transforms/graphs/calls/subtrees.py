@@ -1,10 +1,11 @@
 """Immutable arguments, such as a model's parameters, are read once and then recognized by identity.
 
-The contents of a frozen class cannot change, all the way down, except that a tensor may be given other memory or be
-donated. A few calls in C check the tensors for that.
+The contents of a frozen class cannot change, all the way down, except that a tensor may be given other memory or other
+attributes, or be donated, which sets one. A few calls in C check the tensors for that.
 """
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.donation import TAKEN, is_donatable
+from weft.donation import is_donatable
 from weft.trees import node_fields
 from weft.value_keys import EXACT
 
@@ -52,21 +53,40 @@ class CachedSubtree:
         read: its key, leaves and tensors.
         addresses: the data pointers of its tensors.
         kinds: the types of its tensors.
+        attributes: the dictionary of each tensor's attributes.
+        names, values: of all these attributes.
     """
 
     subtree: Callable[[], Any]
     read: ReadTree
     addresses: tuple[int, ...]
     kinds: tuple[type, ...]
+    attributes: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, subtree: Callable[[], Any], read: ReadTree) -> "CachedSubtree":
+        """The subtree as it is now."""
+        tensors = read[2]
+        attributes = tuple(map(vars, tensors))
+        values = tuple(itertools.chain.from_iterable(map(dict.values, attributes)))
+        names = tuple(itertools.chain.from_iterable(attributes))
+        return cls(subtree, read, tuple(map(_data_ptr, tensors)), tuple(map(type, tensors)), attributes, names, values)
 
     def is_valid(self) -> bool:
-        """Whether its tensors have the same addresses and types as before, and none was donated."""
+        """Whether its tensors have the same addresses, types and attributes as before."""
         tensors = self.read[2]
         return (
             tuple(map(_data_ptr, tensors)) == self.addresses
             and tuple(map(type, tensors)) == self.kinds
-            and not any(map(hasattr, tensors, itertools.repeat(TAKEN)))
+            and (self._has_same_attributes() if self.names else not any(self.attributes))
         )
+
+    def _has_same_attributes(self) -> bool:
+        names = tuple(itertools.chain.from_iterable(self.attributes))
+        values = itertools.chain.from_iterable(map(dict.values, self.attributes))
+        return names == self.names and all(map(operator.is_, values, self.values))
 
 
 class _Hashed:
@@ -104,7 +124,7 @@ class SubtreeCache:
         key, leaves, tensors = found
         read = _Hashed(key), leaves, tensors
         reference = weakref.ref(value, self._forget)  # the cache must not keep the weights alive
-        self._cached = CachedSubtree(reference, read, tuple(map(_data_ptr, tensors)), tuple(map(type, tensors)))
+        self._cached = CachedSubtree.of(reference, read)
         return read
 
     def _forget(self, reference: Any) -> None:
