@@ -148,9 +148,9 @@ def test_a_bug_in_dispatch_is_refuted(name: str) -> None:
     assert any(text.startswith(part) for text in found), found
 
 
-def cut_by_requests(limits: Any, sizes: Any) -> list[BatchDescriptor]:
+def cut_by_requests(limits: Any, most: Any, sizes: Any) -> list[BatchDescriptor]:
     """Bounds pieces by the number of requests, like whole graphs."""
-    return [d for d in RAGGED(limits, sizes) if d.num_tokens <= limits.max_num_reqs]
+    return RAGGED(limits, min(most, limits.max_num_reqs), sizes)
 
 
 def unbounded(limits: Any, sizes: Any) -> list[BatchDescriptor]:
@@ -160,7 +160,7 @@ def unbounded(limits: Any, sizes: Any) -> list[BatchDescriptor]:
 RAGGED = ladder._ragged
 LADDER: dict[str, tuple[str, Callable[..., Any], str]] = {
     "cuts the pieces too": ("_ragged", cut_by_requests, "max_num_reqs cuts no ragged pieces: "),
-    "is not cut": ("_uniform", unbounded, "uniform within max_num_reqs*q: "),
+    "is not cut": ("_uniform", unbounded, "full within max_num_reqs*q: "),
 }
 
 

@@ -236,11 +236,12 @@ def make_ladder(
 ) -> Ladder[BatchDescriptor]:
     """The classes that `mode` may capture under `limits`.
 
-    Whole graphs have uniform classes `R x q` for every query length q, up to R = `max_num_reqs` requests.
+    Whole graphs have uniform classes `R x q` for every query length q, up to R = `max_num_reqs` requests. Mode `full`
+    adds ragged classes for up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
 
-    Mode `full`, and pieces, have ragged classes of up to `max_num_tokens` tokens, each with as many requests as it can
-    hold, so that there is one class per number of tokens. Where there are no whole graphs for them, pieces have the
-    uniform classes above too, in which attention is launched as in a whole graph and sums in the same order.
+    Pieces have ragged classes of up to `max_num_tokens` tokens, each with as many requests as it can hold, so that
+    there is one class per number of tokens. Where there are no whole graphs for them, pieces have the uniform classes
+    above too, in which attention is launched as in a whole graph and sums in the same order.
 
     A batch that no class covers runs eagerly.
 
@@ -257,15 +258,16 @@ def make_ladder(
         DescriptorError: the mode or capability is unknown, no batch is within the limits, all sizes are beyond the
             limits, or the attention cannot run in the graphs of this mode.
 
-    >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=1, max_num_tokens=4))]
-    ['ragged 4 tokens, 1 reqs', 'ragged 2 tokens, 1 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
+    >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=2, max_num_tokens=64))]
+    ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
     """
     _check(mode, limits, sizes, capability)
     call = f"make_ladder({mode!r}, {limits}, capability={capability!r})"
     mode = mode_within(call, mode, limits.query_lens, capability, strict)
     uniform = [] if mode == "none" else _uniform(limits, sizes)
-    mixed = _ragged(limits, sizes) if mode == "full" else []
-    pieces = _ragged(limits, sizes) if "piecewise" in mode else []
+    most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
+    mixed = _ragged(limits, most, sizes) if mode == "full" else []
+    pieces = _ragged(limits, limits.max_num_tokens, sizes) if "piecewise" in mode else []
     whole = [d for d in uniform if mode != "piecewise" and (d.query_len == 1 or _includes(capability, "uniform"))]
     if "piecewise" in mode:
         pieces = [*pieces, *(d for d in uniform if d not in whole)]
@@ -327,13 +329,15 @@ def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescripto
     ]
 
 
-def _ragged(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
-    """The ragged classes for batches within the limits."""
+def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
+    """The ragged classes for batches of up to `most` tokens: of the usual rungs, the same ones whatever that is."""
+    rungs = token_rungs(limits.max_num_tokens) if sizes is None else sizes
+    most = next(t for t in rungs if t >= most) if sizes is None else most
     return [
         BatchDescriptor(t, min(t, limits.max_num_reqs), None, loras)
-        for t in (token_rungs(limits.max_num_tokens) if sizes is None else sizes)
+        for t in rungs
         for loras in limits.active_loras
-        if t <= limits.max_num_tokens
+        if t <= most
     ]
 
 

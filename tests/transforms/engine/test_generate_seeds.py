@@ -36,17 +36,17 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> weft.Model:
 @pytest.mark.parametrize(
     ("pipeline", "mode", "lengths", "expected"),
     [
-        # A prefill, then five decodes of five requests.
-        (1, "full", [5, 1, 1, 1, 1], CacheInfo(captures=2, replays=6, eager=0, currsize=2)),
-        # A prefill with one token per request has a graph of its own, too, which is not the decode's.
+        # One prefill of more tokens than requests, eagerly; then five decodes of five requests.
+        (1, "full", [5, 1, 1, 1, 1], CacheInfo(captures=1, replays=5, eager=1, currsize=1)),
+        # A prefill with one token per request has a graph too, which is not the decode's.
         (1, "full", [1, 1, 1, 1, 1], CacheInfo(captures=2, replays=6, eager=0, currsize=2)),
         (1, "full_decode_only", [1, 1, 1, 1, 1], CacheInfo(captures=1, replays=5, eager=1, currsize=1)),
         # Requests end at 32 positions: decodes of 4, 3 (padded to 4), 3, 2, 2.
-        (1, "full", [31, 30, 28, 5, 5], CacheInfo(captures=3, replays=6, eager=0, currsize=3)),
-        # Cohorts of 3 and 2 requests, whose prefills have 7 tokens and 3.
-        (2, "full", [5, 1, 1, 1, 2], CacheInfo(captures=4, replays=12, eager=0, currsize=4)),
-        # Cohorts of 2, 2 and 1 requests, whose prefills have 7 tokens, 2 and 1; two share one of decodes.
-        (3, "full", [6, 1, 1, 1, 1], CacheInfo(captures=5, replays=18, eager=0, currsize=5)),
+        (1, "full", [31, 30, 28, 5, 5], CacheInfo(captures=2, replays=5, eager=1, currsize=2)),
+        # Cohorts of 3 and 2 requests. Their prefills have 7 tokens (eagerly) and 3 (with a graph).
+        (2, "full", [5, 1, 1, 1, 2], CacheInfo(captures=3, replays=11, eager=1, currsize=3)),
+        # Cohorts of 2, 2 and 1 requests, whose prefills have 7 tokens (eagerly), 2 and 1; two share one of decodes.
+        (3, "full", [6, 1, 1, 1, 1], CacheInfo(captures=4, replays=17, eager=1, currsize=4)),
         (3, "full_decode_only", [5, 1, 1, 1, 1], CacheInfo(captures=2, replays=15, eager=3, currsize=2)),
         (1, "none", [5, 1, 1, 1, 1], None),
         (3, "none", [5, 1, 1, 1, 1], None),
