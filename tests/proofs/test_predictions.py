@@ -30,9 +30,9 @@ def test_decodes_over_several_gpus_are_predicted_within_a_tenth() -> None:
 def test_what_was_measured_over_several_gpus_is_not_looked_at() -> None:
     found = list(decodes())
     others = [one if one.num_gpus == 1 else attrs.evolve(one, seconds=(1.0,)) for one in found]
-    assert [(m.bandwidth, m.kernel) for m in machines(found).values()] == [
-        (m.bandwidth, m.kernel) for m in machines(others).values()
-    ]
+    fitted, others_fitted = ([(m.bandwidth, m.kernel) for m in machines(one).values()] for one in (found, others))
+    for one, other in zip(fitted, others_fitted, strict=True):  # the last bit is that of memory's alignment
+        assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_a_machine_is_found_again_by_what_it_takes() -> None:
