@@ -52,7 +52,7 @@ def test_what_holds_around_a_call() -> None:
 HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a tensor": (lambda x: x, lambda w: w),
     "a dict": (lambda x: {"x": x, "y": torch.ones(2)}, lambda w: w["x"]),
-    "a frozen class": (lambda x: Point(x, torch.ones(2)), lambda w: w.a),
+    "a frozen class": (lambda x: Node(x, torch.ones(2)), lambda w: w.x),
 }
 
 
@@ -65,26 +65,38 @@ def test_attributes_of_what_is_captured_by_reference(name: str) -> None:
     def fn(w: Any, y: Tensor) -> Tensor:
         return y * getattr(take(w), "scale", 5.0) + getattr(take(w), "shift", 0)
 
-    g, scale = graphify(fn, reference_argnames="w"), 1.5
+    g = graphify(fn, reference_argnames="w")
     changes: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
-        "one is set": lambda: setattr(x, "scale", scale),
+        "one is set": lambda: setattr(x, "scale", 1.5),
         "to another value": lambda: setattr(x, "scale", 2.0),
         "to an equal one": lambda: setattr(x, "scale", float("2")),
         "a second one": lambda: setattr(x, "shift", -1),
         "to one that == takes for it": lambda: (setattr(x, "shift", True), setattr(x, "scale", 1)),
         "the first is gone": lambda: delattr(x, "scale"),
         "both": lambda: delattr(x, "shift"),
+        "the first value again": lambda: setattr(x, "scale", float("1.5")),
     }
     for what, change in changes.items():
         change()
         for size in (2, 2, 3):
             assert_equal(f"{LAW}: {what}", g(held, torch.ones(size)), fn(held, torch.ones(size)))
-    captures = g.cache_info().captures
-    assert captures == 12  # two sizes each, and two changes that change nothing
-    x.scale = scale = float("1.5")  # type: ignore[attr-defined]
-    assert_equal(LAW, g(held, torch.ones(2)), fn(held, torch.ones(2)))
-    assert g.cache_info().captures == captures
+    assert g.cache_info().captures == 12  # two sizes each; three changes lead to what was there before
+
+
+def test_an_attribute_that_moves_from_one_tensor_to_another() -> None:
+    w = Node(torch.ones(2), torch.ones(2))
+
+    def fn(w: Node, y: Tensor) -> Tensor:
+        return y * getattr(w.x, "scale", 3.0) + getattr(w.rest, "scale", 4.0)
+
+    g = graphify(fn, reference_argnames="w")
+    for one, other in ((w.x, w.rest), (w.rest, w.x), (w.x, w.rest)):
+        vars(one)["scale"] = True
+        vars(other).pop("scale", None)
+        for _ in range(2):
+            assert_equal(LAW, g(w, torch.ones(2)), fn(w, torch.ones(2)))
+    assert g.cache_info().captures == 2
 
 
 def test_a_call_that_autograd_records_is_not_replayed() -> None:

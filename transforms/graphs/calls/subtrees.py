@@ -4,8 +4,6 @@ The contents of a frozen class cannot change, all the way down, except that a te
 attributes, or be donated, which sets one. A few calls in C check the tensors for that.
 """
 
-import itertools
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +52,6 @@ class CachedSubtree:
         addresses: the data pointers of its tensors.
         kinds: the types of its tensors.
         attributes: the dictionary of each tensor's attributes.
-        names, values: of all these attributes.
     """
 
     subtree: Callable[[], Any]
@@ -62,31 +59,23 @@ class CachedSubtree:
     addresses: tuple[int, ...]
     kinds: tuple[type, ...]
     attributes: tuple[dict[str, Any], ...]
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
 
     @classmethod
     def of(cls, subtree: Callable[[], Any], read: ReadTree) -> "CachedSubtree":
         """The subtree as it is now."""
         tensors = read[2]
-        attributes = tuple(map(vars, tensors))
-        values = tuple(itertools.chain.from_iterable(map(dict.values, attributes)))
-        names = tuple(itertools.chain.from_iterable(attributes))
-        return cls(subtree, read, tuple(map(_data_ptr, tensors)), tuple(map(type, tensors)), attributes, names, values)
+        addresses, kinds = tuple(map(_data_ptr, tensors)), tuple(map(type, tensors))
+        return cls(subtree, read, addresses, kinds, tuple(map(vars, tensors)))
 
     def is_valid(self) -> bool:
-        """Whether its tensors have the same addresses, types and attributes as before."""
+        """Whether its tensors have the same addresses and types as before, and no attributes: these are compared by the
+        code that reads a subtree."""
         tensors = self.read[2]
         return (
             tuple(map(_data_ptr, tensors)) == self.addresses
             and tuple(map(type, tensors)) == self.kinds
-            and (self._has_same_attributes() if self.names else not any(self.attributes))
+            and not any(self.attributes)
         )
-
-    def _has_same_attributes(self) -> bool:
-        names = tuple(itertools.chain.from_iterable(self.attributes))
-        values = itertools.chain.from_iterable(map(dict.values, self.attributes))
-        return names == self.names and all(map(operator.is_, values, self.values))
 
 
 class _Hashed:
