@@ -27,7 +27,9 @@ Two pictures and a table, made from the records in `proofs/results/` by
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU,
-  and made their passes in turn.
+  and made their passes in turn. Until 2026-11-27 vLLM had its own dummy weights, evenly between -0.001 and 0.001, and
+  weft has normal ones. For some numbers a GPU takes more power, so where the power cap bounds (prompts of 8B and more)
+  this may have slowed vLLM by up to 5 %.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 

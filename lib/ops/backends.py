@@ -45,7 +45,7 @@ _LAYER = {
     "quantize": "128 columns of a token at a time",
     "route": "softmax, top-k and division in one kernel",
     "linear": "split over its columns for few tokens; the next kernel adds the parts",
-    "swiglu": "the gate as the product's end, where that has one part; else in a kernel of its own",
+    "swiglu": "the gate as the product's end, for many tokens and where that has one part; else a kernel of its own",
     "fp8_linear": "the same, with the scales of tokens and blocks",
     "add_lora": "two launches a layer, for any tokens of any adapters; none where the batch has no adapter",
     "sum_leaves": "the parts of what ranks share, before they add them up, in one kernel",

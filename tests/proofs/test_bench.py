@@ -236,6 +236,7 @@ def test_vllm_is_asked_for_first(
 
 
 FAKE_VLLM = """
+import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace as Some
@@ -252,6 +253,20 @@ class LLM:
         parts = {"scheduler_config": scheduler, "compilation_config": compilation, "model_config": config}
         self.llm_engine = Some(vllm_config=Some(**parts))
         Path(__file__).with_name("child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+    def apply_model(self, function):
+        import torch
+        scale = torch.full((3, 1), 7.0)
+        values = torch.zeros(300, 8).to(torch.float8_e4m3fn).t()
+        self.model = torch.nn.Linear(700, 300, dtype=torch.bfloat16)
+        self.model.norm = torch.nn.RMSNorm(500)
+        self.model.register_buffer("_k_scale", scale)
+        self.model.register_buffer("w13_weight", values)
+        self.model.register_buffer("w13_weight_scale_inv", scale.clone())
+        self.model.register_buffer("positions", torch.arange(3))
+        function(self.model)
+        found = {name: [value.float().mean().item(), value.float().std().item()]
+                 for name, value in self.model.state_dict().items()}
+        Path(__file__).with_name("weights").write_text(json.dumps(found))
     def generate(self, prompts, wanted, use_tqdm):
         LOSES
         return [Some(outputs=[Some(token_ids=[0] * wanted.max_tokens)]) for _ in prompts]
@@ -297,6 +312,13 @@ def test_vllm_beside_weft(
         assert few["ratio"] == pytest.approx(last["vllm"]["seconds"] / last["weft"]["seconds"])
         assert prompts["weft"]["median"] == 24 / record["rows"][6]["seconds"]
         assert record["vllm"]["log"] == ["Using no attention at all"]
+        drawn = json.loads((tmp_path / "vllm" / "weights").read_text())
+        assert drawn.pop("_k_scale") == [7.0, 0.0]
+        assert drawn.pop("positions") == [1.0, 1.0]
+        wanted = {"weight": (0, 0.02), "bias": (0, 0.02), "norm.weight": (1, 0.02), "w13_weight": (0, 16)}
+        for name, (mean, deviation) in wanted.items():
+            assert drawn[name] == [pytest.approx(mean, abs=deviation / 4), pytest.approx(deviation, rel=0.2)], name
+        assert 0.5 <= drawn["w13_weight_scale_inv"][0] * 800 <= 1.5
         assert record["vllm"]["arguments"]["model"] == "tiny"
         assert tempfile.gettempdir() not in json.dumps({name: record["vllm"][name] for name in ("arguments", "log")})
         assert len(capsys.readouterr().out.splitlines()) == 3

@@ -19,7 +19,8 @@ from weft.ops.kernel_triton import begin, early, is_asking, kernel, release
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import gated, multiply
 from weft.ops.products.gate_triton import silu_mul
-from weft.ops.tiles.linear import gated_tile, linear_tile, one_part_tile
+from weft.ops.products.gated_many_triton import swiglu_many, takes
+from weft.ops.tiles.linear import gated_many_tile, gated_tile, linear_tile, one_part_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
 
 _WIDE = Tile(64, 64, 32, 4, 2)
@@ -120,7 +121,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batc
 
 def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor:
     """`weft::swiglu`."""
-    tile = None if batch_invariant or x.itemsize != 2 else gated_tile(x.shape[0], *weight.shape)
+    may_differ = not batch_invariant and x.itemsize == 2
+    many = gated_many_tile(x.shape[0], *weight.shape) if may_differ else None
+    if many is not None and takes(x, weight):
+        return swiglu_many(x, weight, bias, many)
+    tile = gated_tile(x.shape[0], *weight.shape) if may_differ else None
     if tile is None:
         return silu_mul(linear(x, weight, bias, 0, batch_invariant), x.dtype)
     return run_tile(x, None, weight, None, bias, x.dtype, tile, gate=True)
@@ -210,7 +215,7 @@ def fp8_linear(
         values, scales = quantize(values)
     if tile is None and dtype == torch.bfloat16:
         return _scaled_mm(values.contiguous(), scales, weight.contiguous(), scale, bias)
-    own = tile or one_part_tile(values.shape[0], *weight.shape)
+    own = tile or one_part_tile(values.shape[0], weight.shape[0], weight.shape[1], True)
     return run_tile(values, scales, weight, scale, bias, dtype, own, leaves)
 
 

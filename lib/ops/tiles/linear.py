@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from weft.ops.products.fp8 import BLOCK
 from weft.ops.tiles.candidates import candidates
-from weft.ops.tiles.formula import COPY_SECONDS, gate_seconds
+from weft.ops.tiles.formula import COPY_SECONDS, gate_seconds, gated_many_seconds
 from weft.ops.tiles.gpus import MEASURED, device
 from weft.ops.tiles.model import model
 from weft.ops.tiles.tile import FEW_TOKENS, Tile, cdiv, power_of_two, segment_columns
@@ -22,6 +22,11 @@ _RESIDENT = 2**24
 _MOST_AHEAD, _MOST_PARTS, _PROGRAMS = 4, 16, 64
 """Tiles of columns of a program that asks for all of its weights at once, the parts of such a product, and the programs
 for which it is cut into more of them."""
+GATED_MANY = Tile(256, 128, 64, 8, 3)
+"""The tile of many tokens whose product ends with a gate."""
+_MANY_SECONDS = 3e-4
+"""The least that such a product takes: to describe its tensors costs the host some 20 us, for which it has no time in
+steps of shorter ones."""
 _SEGMENT_TOKENS = 128
 """The most tokens for which the segments of a batch-invariant product have programs of their own."""
 
@@ -61,11 +66,25 @@ def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
         return best
     if best is not None and best.stages == 1:  # one part cannot ask for all weights at once (measured: slower)
         return None
-    whole = _best_of_parts(_rounded(tokens), rows, columns, False, 1)
+    whole = one_part_tile(tokens, rows, columns, False)
     apart, together = model(False).costs(_rounded(tokens), rows, columns, [best, whole], gpu)
     if together > apart + gate_seconds(tokens, rows):
         return None
     return attrs.evolve(whole, ahead=128 // whole.columns) if tokens <= FEW_TOKENS else whole
+
+
+@functools.lru_cache(maxsize=4096)
+def gated_many_tile(tokens: int, rows: int, columns: int) -> Tile | None:
+    """The tile of many tokens' product in 16 bits that ends with a gate; None: `gated_tile` has what takes less."""
+    gpu = device()
+    seconds = gated_many_seconds(tokens, rows, columns, GATED_MANY, gpu or MEASURED)
+    if gpu is None or seconds < _MANY_SECONDS:
+        return None
+    one = gated_tile(tokens, rows, columns)
+    other = one or linear_tile(tokens, rows, columns, False)
+    best = model(False).costs(_rounded(tokens), rows, columns, [other], gpu)[0]
+    best += gate_seconds(tokens, rows) if one is None else 0.0
+    return GATED_MANY if seconds < best else None
 
 
 def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
@@ -112,9 +131,9 @@ def _best_of_parts(tokens: int, rows: int, columns: int, fp8: bool, parts: int) 
     return known[int(model(fp8).costs(tokens, rows, columns, known, device() or MEASURED).argmin())]
 
 
-def one_part_tile(tokens: int, rows: int, columns: int) -> Tile:
-    """The best tile in FP8 in one part, where torch's product does not take what it is given."""
-    return _best_of_parts(_rounded(tokens), rows, columns, True, 1)
+def one_part_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
+    """The best tile of one part, whether or not torch's product is faster."""
+    return _best_of_parts(_rounded(tokens), rows, columns, fp8, 1)
 
 
 def _by_rule(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:

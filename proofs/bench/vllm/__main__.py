@@ -5,8 +5,9 @@
     VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.vllm --python vllm-env/bin/python --presets qwen3-0.6b --out FOLDER
 
 Each engine serves a workload in turn, `--rounds` times after a first pass. weft starts first, and vLLM may then use as
-much memory of a GPU, a sixth more, and 6 GB. Weights are random, which flatters the routing of experts; the temperature
-is 1, and no completion ends early. vLLM has its defaults but for the arguments and variables that the record names.
+much memory of a GPU, a sixth more, and 6 GB. Weights of both are random and of one distribution, which flatters the
+routing of experts; the temperature is 1, and no completion ends early. vLLM has its defaults but for the arguments and
+variables that the record names.
 """
 
 import argparse

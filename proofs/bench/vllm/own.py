@@ -29,7 +29,8 @@ def serve(here: Here, options: Bench, folder: Path) -> None:
         ready = {"mode": options.graphs[0], "device_bytes": total, "max_num_tokens": first["max_num_tokens"]}
         ready |= {"ranks": first["ranks"], "environment": environment("cuda" if on_gpu else "cpu")}
         write(folder / "weft-ready", ready)
-    draw, vocabulary = random.Random(0), range(engine.model.config.vocab_size)
+    draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
+    # Other prompts than those of the first tokens above, whose keys are kept.
     gc.collect()
     gc.freeze()  # as vLLM does
     for answer, asked in turns(folder, "weft"):

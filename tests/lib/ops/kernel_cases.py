@@ -163,6 +163,15 @@ def gated() -> list[Case]:
         given = (x, None, weight, None, bias, torch.float32)
         name, args = f"swiglu {tokens} {inner}", (x, weight, bias)
         found.append(Case(name, kernel, "products.linear:swiglu", args, (tile, 0, True), tolerance=2e-5, given=given))
+    for tokens, inner, columns, tile in (
+        (130, 72, 200, Tile(64, 64, 64, 4, 2)),
+        (290, 40, 96, Tile(32, 16, 32, 4, 2)),  # more tiles of tokens than share those of weights
+        (64, 128, 64, Tile(256, 64, 64, 8, 3)),
+    ):
+        x, weight, bias = randn(tokens, columns), randn(2 * inner, columns), randn(2 * inner) if tokens > 64 else None
+        name, kernel = f"swiglu of many {tokens} {inner}", "weft.ops.products.gated_many_triton:swiglu_many"
+        args = (x, weight, bias)
+        found.append(Case(name, kernel, "products.linear:swiglu", args, (tile,), tolerance=2e-5))
     for tokens, inner, columns in ((1, 128, 256), (5, 64, 1000), (33, 100, 300)):
         # Sums of whole numbers are exact in any order, and so is silu of large ones. Gates are beyond 2048, so that it
         # shows whether each is rounded before it is multiplied.

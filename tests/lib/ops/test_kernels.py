@@ -136,6 +136,32 @@ def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(shape: tuple[int, 
     assert found >= 3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(16384, 2048), (28672, 4096), (34816, 5120)], ids=str)
+def test_a_gated_product_of_many_tokens_is_no_less_exact_than_torchs(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weft.ops.products import linear_triton
+
+    rows, columns = shape
+    weight, bias = (torch.randn(one, device="cuda", dtype=dtype) / columns**0.5 for one in (shape, rows))
+    calls: list[int] = []
+    many = linear_triton.swiglu_many
+    monkeypatch.setattr(linear_triton, "swiglu_many", lambda *args: calls.append(1) or many(*args))
+    for tokens in (3000, 4096):
+        x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
+        gate, up = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).chunk(2, 1)
+        exact, found = torch.nn.functional.silu(gate) * up, swiglu(x, weight, bias)
+        other = linear_triton.silu_mul(torch.nn.functional.linear(x, weight, bias), dtype)
+        errors = [(one.double() - exact).square().mean() for one in (found, other)]
+        assert errors[0] <= 1.02 * errors[1]
+        assert torch.equal(found[:700], swiglu(x, weight, bias)[:700])
+    assert len(calls) == 4
+    assert linear_triton.takes(x, weight)
+    assert not linear_triton.takes(x[1:, 8:], weight[:, 8:])
+
+
 def fused() -> list[tuple[str, tuple[Any, ...]]]:
     """Kernels that also quantise, each after the one that does not."""
     found = []

@@ -21,7 +21,14 @@ from weft.ops.tiles import linear
 from weft.ops.tiles.candidates import TILES, candidates
 from weft.ops.tiles.formula import Coefficients, formula_seconds
 from weft.ops.tiles.gpus import MEASURED, Device, device
-from weft.ops.tiles.linear import gated_tile, linear_parts, linear_segments, linear_tile, scaled_mm_lacks
+from weft.ops.tiles.linear import (
+    gated_many_tile,
+    gated_tile,
+    linear_parts,
+    linear_segments,
+    linear_tile,
+    scaled_mm_lacks,
+)
 from weft.ops.tiles.model import MODEL, Choice, Model, model
 from weft.ops.tiles.tile import segment_columns
 from weft.proofs.bench.tiles import fit
@@ -41,7 +48,7 @@ def cases() -> dict[bool, list[Case]]:
 def fresh() -> Iterator[None]:
     """Forget what was chosen, before and after."""
     remembered: list[Any] = [device, linear.scaled_mm_lacks, linear.linear_tile, linear.gated_tile]
-    remembered += [linear._best, linear._best_of_parts]
+    remembered += [linear._best, linear._best_of_parts, linear.gated_many_tile]
     for one in remembered:
         one.cache_clear()
     yield
@@ -254,6 +261,28 @@ def test_many_tokens_in_fp8_have_the_references_result(tokens: int) -> None:
     out = ops.fp8_linear(made, weight, scale, dtype=torch.bfloat16)
     expected = dequantize(made).double() @ dequantize_weight(weight, scale).double().t()
     assert float((out.double() - expected).abs().max() / expected.abs().max()) < 0.01
+
+
+def test_gates_of_many_tokens_are_where_they_are_faster() -> None:
+    """Of what was measured: the ways that the model chooses, against the best ones, from 300 us on."""
+    rows = json.loads(RECORD.with_name("2026-11-27-h100-gates.json").read_text())["rows"]
+    losses, gains, chosen = [], [], 0
+    for row in rows:
+        place, us = (row["tokens"], row["rows"], row["columns"]), row["us"]
+        other = us["torch"] if gated_tile(*place) is None else us["tile"]
+        many = gated_many_tile(*place)
+        chosen += many is not None
+        found = other if many is None else us["many"]
+        gains.append(other / found)
+        if us["many"] >= 300:
+            losses.append(found / min(us.values()) - 1)
+    assert chosen >= 30
+    assert np.median(losses) < 0.001
+    assert np.quantile(losses, 0.9) < 0.02
+    assert max(losses) < 0.05
+    assert min(gains) > 0.96
+    assert max(gains) > 1.08
+    assert gated_many_tile(8192, 6144, 1024) is None, "the host has no time to describe its tensors"
 
 
 def test_the_doctor_says_how_tiles_are_chosen(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
