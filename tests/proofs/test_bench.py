@@ -23,7 +23,7 @@ from weft.proofs.bench import (
 )
 from weft.proofs.bench.operators import attention, kernels, sampling
 from weft.proofs.bench.startup import ladder_capture
-from weft.proofs.bench.vllm import __main__ as beside_vllm
+from weft.proofs.bench.turns import __main__ as by_turns
 from weft.proofs.http.client import Answer, _Client
 from weft.stages.random_weights import PRESETS
 
@@ -231,8 +231,29 @@ def test_vllm_is_asked_for_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(SystemExit):
-        beside_vllm.main(["--preset", "tiny", "--out", str(tmp_path), *more])
+        by_turns.main(["--preset", "tiny", "--out", str(tmp_path), *more])
     assert said in capsys.readouterr().err
+
+
+def test_an_older_weft_beside_weft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": (2, 2, 3)})
+    argv = ["--preset", "tiny", "--workloads", "few", "--rounds", "1", "--out", str(tmp_path), "--against"]
+    by_turns.main([*argv, str(Path(__file__).parents[2])])
+    record = json.loads((tmp_path / "older-tiny-pp1.json").read_text())
+    assert [row["engine"] for row in record["rows"]] == ["weft", "older"] * 2
+    [row] = record["table"]
+    assert row["ratio"] == pytest.approx(record["rows"][3]["seconds"] / record["rows"][2]["seconds"])
+    assert "the older build in" in capsys.readouterr().out
+    checkout = tmp_path / "checkout"
+    with pytest.raises(SystemExit):
+        by_turns.main([*argv, str(checkout)])
+    assert "no .src/weft is there" in capsys.readouterr().err
+    (checkout / ".src" / "weft").mkdir(parents=True)
+    (checkout / ".src" / "weft" / "__init__.py").write_text("raise SystemExit('this is the older one')")
+    with pytest.raises(SystemExit, match=r"(?s)older ended with 1 before older-ready.*this is the older one"):
+        by_turns.main([*argv, str(checkout)])
 
 
 FAKE_VLLM = """
@@ -291,16 +312,16 @@ def test_vllm_beside_weft(
     (tmp_path / "vllm" / "__init__.py").write_text(made)
     (tmp_path / "vllm" / "inputs.py").write_text("class TokensPrompt(dict):\n    pass\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(beside_vllm, "WORKLOADS", {"few": (2, 2, 3), "prompts": (3, 6, 2)})
+    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": (2, 2, 3), "prompts": (3, 6, 2)})
     processes: list[Any] = []
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
     argv = ["--preset", "tiny", "--workloads", "few", "prompts", "--rounds", "1", "--out", str(tmp_path)]
     if loses:
         with pytest.raises(SystemExit, match=r"(?s)vllm ended with 1 before vllm-0-done.*3 tokens, not 6"):
-            beside_vllm.main(argv)
+            by_turns.main(argv)
     else:
-        beside_vllm.main(argv)
+        by_turns.main(argv)
         record = json.loads((tmp_path / "vllm-tiny-pp1.json").read_text())
         order = [(row["engine"], row["workload"], row["first"]) for row in record["rows"]]
         turns = [(engine, workload) for workload in ("few", "prompts") for engine in ("weft", "vllm")]

@@ -1,13 +1,16 @@
-"""Serve requests of the same lengths by weft and by vLLM, both alive at once, by turns: how many times as fast weft is.
+"""Serve requests of the same lengths by weft and by vLLM, or by an older weft, both alive at once, by turns: how many
+times as fast weft is.
 
-    python -m weft.proofs.bench.vllm --presets llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
-    python -m weft.proofs.bench.vllm --presets qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out FOLDER
-    VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.vllm --python vllm-env/bin/python --presets qwen3-0.6b --out FOLDER
+    python -m weft.proofs.bench.turns --presets llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
+    python -m weft.proofs.bench.turns --presets qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out FOLDER
+    VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.turns --python vllm/bin/python --presets qwen3-0.6b --out FOLDER
+    python -m weft.proofs.bench.turns --against ../weft-of-last-month --presets qwen3-0.6b --out FOLDER
 
 Each engine serves a workload in turn, `--rounds` times after a first pass. weft starts first, and vLLM may then use as
 much memory of a GPU, a sixth more, and 6 GB. Weights of both are random and of one distribution, which flatters the
 routing of experts; the temperature is 1, and no completion ends early. vLLM has its defaults but for the arguments and
-variables that the record names.
+variables that the record names. An older weft is a checkout whose `weft bench` has the same parts, since 2026-11-24;
+give both memory enough, since an engine takes fewer pages where there is less.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from weft.proofs.bench.vllm.peer import write
+from weft.proofs.bench.turns.peer import write
 from weft.stages.random_weights import PRESETS
 
 WORKLOADS = {
@@ -47,13 +50,15 @@ _CHOICES = re.compile(
 )
 _GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active"
 _POWER_CAP = 4
+_SOURCE = ".src"
+"""The folder of a checkout that has the package."""
 
 
 class Engine:
     """A process that serves turns.
 
     Args:
-        name: `weft` or `vllm`.
+        name: `weft`, `vllm` or `older`.
         folder: holds turns, answers and its output.
         process: the running command.
     """
@@ -90,9 +95,13 @@ class Engine:
 
 
 @contextmanager
-def running(name: str, folder: Path, command: Sequence[str], gpus: str | None) -> Iterator[Engine]:
-    """An engine's process, which ends with the block."""
+def running(
+    name: str, folder: Path, command: Sequence[str], gpus: str | None, source: Path | None = None
+) -> Iterator[Engine]:
+    """An engine's process, which ends with the block; it finds modules in `source` first."""
     environment = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
+    if source is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
     with open(folder / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -144,21 +153,26 @@ def compare(preset: str, given: argparse.Namespace) -> dict[str, Any]:
         model = folder / preset
         model.mkdir()
         (model / "config.json").write_text(json.dumps(PRESETS[preset]))
-        command = [sys.executable, "-m", "weft.proofs.bench.vllm.own", name, json.dumps(own)]
-        weft = stack.enter_context(running("weft", folder, command, given.gpus))
+        command = [sys.executable, str(Path(__file__).with_name("own.py")), name, json.dumps(own)]
+        weft = stack.enter_context(running("weft", folder, [*command, "weft"], given.gpus))
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
-        asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1, "max_model_len": sum(longest) + 64}
-        if started["device_bytes"] is not None:
-            used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
-            asked["gpu_memory_utilization"] = round((used * 7 / 6 + 6e9) / started["device_bytes"], 3)
-        command = [given.python, str(Path(__file__).with_name("peer.py")), name, json.dumps(asked)]
-        vllm = stack.enter_context(running("vllm", folder, command, given.peer_gpus or given.gpus))
-        chosen = vllm.answer(folder / "vllm-ready", _START_SECONDS)
-        lines = (re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(vllm.log))
-        chosen["arguments"]["model"] = preset  # the folder is gone afterwards
-        chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
+        gpus = given.peer_gpus or given.gpus
+        if given.against is not None:
+            peer = stack.enter_context(running("older", folder, [*command, "older"], gpus, given.against / _SOURCE))
+        else:
+            asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1, "max_model_len": sum(longest) + 64}
+            if started["device_bytes"] is not None:
+                used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
+                asked["gpu_memory_utilization"] = round((used * 7 / 6 + 6e9) / started["device_bytes"], 3)
+            command = [given.python, str(Path(__file__).with_name("peer.py")), name, json.dumps(asked)]
+            peer = stack.enter_context(running("vllm", folder, command, gpus))
+        chosen = peer.answer(folder / f"{peer.name}-ready", _START_SECONDS)
+        if given.against is None:
+            lines = (re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(peer.log))
+            chosen["arguments"]["model"] = preset  # the folder is gone afterwards
+            chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
         rows = list[dict[str, Any]]()
-        turns = list(itertools.product(range(given.rounds + 1), workloads, (weft, vllm)))
+        turns = list(itertools.product(range(given.rounds + 1), workloads, (weft, peer)))
         visible = given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         with watched(visible.split(",")[0]) as samples:
             for repeat, workload, engine in tqdm(turns, desc=preset, unit="turn", disable=None):
@@ -175,19 +189,19 @@ def compare(preset: str, given: argparse.Namespace) -> dict[str, Any]:
             "preset": preset,
             "stages": given.pp or 1,
             "weft": started,
-            "vllm": chosen,
+            peer.name: chosen,
             "rows": rows,
-            "table": list(table(rows, workloads)),
+            "table": list(table(rows, workloads, peer.name)),
             "gpu_samples": {"fields": _GPU_FIELDS, "rows": samples, "power_capped": capped},
         }
 
 
-def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str]) -> Iterator[dict[str, Any]]:
+def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str], other: str) -> Iterator[dict[str, Any]]:
     """A row for each workload: both engines' passes after the first, and the ratio of their medians. Tokens of prompts
     count where they are most of all."""
     for workload in workloads:
         own, peer = (
-            [row for row in rows if (row["engine"], row["workload"]) == (name, workload)] for name in ("weft", "vllm")
+            [row for row in rows if (row["engine"], row["workload"]) == (name, workload)] for name in ("weft", other)
         )
         one = own[0]
         unit = "total_tokens_per_s" if one["input_len"] > one["output_len"] else "output_tokens_per_s"
@@ -199,7 +213,7 @@ def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str]) -> Iterator[
             "unit": unit,
             **{
                 name: {"median": median, "min": min(side[1:] or side), "max": max(side[1:] or side), "first": side[0]}
-                for name, side, median in zip(("weft", "vllm"), speeds, medians, strict=True)
+                for name, side, median in zip(("weft", other), speeds, medians, strict=True)
             },
             "ratio": medians[0] / medians[1],
         }
@@ -207,15 +221,18 @@ def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str]) -> Iterator[
 
 def show(found: dict[str, Any]) -> Iterator[str]:
     """The printed lines of a comparison."""
-    peer = found["vllm"]
-    start = max(rank["first_token_seconds"] for rank in found["weft"]["ranks"])
+    start, *starts = (
+        max(rank["first_token_seconds"] for rank in found[name]["ranks"]) for name in ("weft", "older") if name in found
+    )
+    beside = f"the older build in {starts[0]:.1f}" if starts else ""
+    if (vllm := found.get("vllm")) is not None:
+        beside = f"vLLM {vllm['version']} in {vllm['ready_seconds']:.1f}"
     yield (
-        f"{found['preset']}, {found['stages']} stage(s): ready in {start:.1f} s, vLLM {peer['version']} in "
-        f"{peer['ready_seconds']:.1f}; power capped in {found['gpu_samples']['power_capped']} of "
-        f"{len(found['gpu_samples']['rows'])} samples"
+        f"{found['preset']}, {found['stages']} stage(s): ready in {start:.1f} s, {beside}; power capped in "
+        f"{found['gpu_samples']['power_capped']} of {len(found['gpu_samples']['rows'])} samples"
     )
     for row in found["table"]:
-        own, other = row["weft"], row["vllm"]
+        own, other = row["weft"], row["older" if starts else "vllm"]
         yield (
             f"  {row['workload']:<8} {own['median']:>9,.0f} ({own['min']:,.0f} to {own['max']:,.0f}; first "
             f"{own['first']:,.0f})   {other['median']:>9,.0f} ({other['min']:,.0f} to {other['max']:,.0f}; first "
@@ -224,9 +241,9 @@ def show(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare each preset, print a table, and write `vllm-PRESET-ppN.json`."""
+    """Compare each preset, print a table, and write `vllm-PRESET-ppN.json`, or `older-PRESET-ppN.json`."""
     parser = argparse.ArgumentParser(
-        prog="python -m weft.proofs.bench.vllm",
+        prog="python -m weft.proofs.bench.turns",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -237,19 +254,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of weft, and of vLLM without --peer-gpus")
     parser.add_argument("--peer-gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of vLLM")
     parser.add_argument("--python", default=sys.executable, help="that has vLLM (this one)")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="an older weft in the place of vLLM")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     given = parser.parse_args(argv)
     if given.rounds < 0:
         parser.error(f"--rounds {given.rounds}: pass 0 or more, the rounds after the first pass")
     has_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    if subprocess.run([given.python, "-c", has_vllm], check=False).returncode:
+    if given.against is not None:
+        given.against = given.against.resolve()
+        if not (given.against / _SOURCE / "weft").is_dir():
+            parser.error(f"--against {given.against}: no {_SOURCE}/weft is there: pass a checkout of weft")
+    elif subprocess.run([given.python, "-c", has_vllm], check=False).returncode:
         parser.error(f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it")
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that both engines are ended too
+    other = "vllm" if given.against is None else "older"
     for preset in given.presets:
         found = compare(preset, given)
         print(*show(found), sep="\n", flush=True)
-        (given.out / f"vllm-{preset}-pp{given.pp or 1}.json").write_text(json.dumps(found, indent=1) + "\n")
+        path = given.out / f"{other}-{preset}-pp{given.pp or 1}.json"
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
