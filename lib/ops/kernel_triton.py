@@ -50,6 +50,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.ops.tiles.tile import FEW_TOKENS
 from weft.torchapi.private import current_device
 
+LINE = 16
+"""The tensor memory accelerator (TMA) needs rows that start at a multiple of this many bytes."""
 _MOST_THREADS = 8
 _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0

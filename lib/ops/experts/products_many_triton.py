@@ -17,12 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.ops.experts.routing_triton import Aligned
-from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.kernel_triton import LINE, begin, early, kernel, release
 from weft.ops.products.blocks_triton import TRITON_DTYPES, gated
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns
-
-_LINE = 16
-"""The TMA needs rows that start at a multiple of this many bytes."""
 
 
 @triton.jit
@@ -105,7 +102,7 @@ def _many_kernel(
 
 def takes(tile: Tile, weight: Tensor) -> bool:
     """Whether `launch` takes a product with this tile."""
-    return tile.sort and tile.tokens >= 64 and weight.shape[-1] * weight.itemsize % _LINE == 0
+    return tile.sort and tile.tokens >= 64 and weight.shape[-1] * weight.itemsize % LINE == 0
 
 
 def launch(

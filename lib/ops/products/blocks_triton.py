@@ -31,6 +31,15 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def grouped(place, row_tiles, token_tiles, GROUP: tl.constexpr):
+    """The tile of rows and that of tokens of the program `place`. GROUP tiles of tokens are multiplied with a tile of
+    weights one after another: programs that run at the same time share tiles of both, which stay in the cache."""
+    first = place // (GROUP * row_tiles) * GROUP
+    size, place = tl.minimum(token_tiles - first, GROUP), place % (GROUP * row_tiles)
+    return place // size, first + place % size
+
+
+@triton.jit
 def gated(gate, up):
     """`silu(gate) * up`, of float32."""
     return gate / (1 + tl.exp(-gate)) * up

@@ -17,14 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.ops.kernel_triton import begin, early, kernel, release
-from weft.ops.products.blocks_triton import gated
+from weft.ops.kernel_triton import LINE, begin, early, kernel, release
+from weft.ops.products.blocks_triton import gated, grouped
 from weft.ops.tiles.tile import Tile, cdiv
 
 _GROUP = 16
 """Tiles of tokens that are multiplied with a tile of weights one after another."""
-_LINE = 16
-"""The TMA needs rows that start at a multiple of this many bytes."""
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -34,10 +32,8 @@ def _gated_many_kernel(
 ):  # fmt: skip
     begin()
     tl.assume(columns > 0)  # a way around the loop would make ptxas wait for each product before the next
-    token_tiles, row_tiles = tl.cdiv(tokens, TOKENS), tl.cdiv(inner, WIDTH)
-    first = tl.program_id(0) // (GROUP * row_tiles) * GROUP
-    size, place = tl.minimum(token_tiles - first, GROUP), tl.program_id(0) % (GROUP * row_tiles)
-    token, row = (first + place % size) * TOKENS, place // size * WIDTH
+    row_tile, token_tile = grouped(tl.program_id(0), tl.cdiv(inner, WIDTH), tl.cdiv(tokens, TOKENS), GROUP)
+    row, token = row_tile * WIDTH, token_tile * TOKENS
     acc = tl.zeros([TOKENS, 2 * WIDTH], tl.float32)
     for k in range(0, columns, COLUMNS):
         both = tl.reshape(weight.load([0, row, k]), (2 * WIDTH, COLUMNS))
@@ -54,8 +50,8 @@ def _gated_many_kernel(
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `swiglu_many` takes such tensors on this GPU."""
-    aligned = all(one.data_ptr() % _LINE == 0 and one.is_contiguous() for one in (x, weight))
-    rows_aligned = x.shape[1] * x.itemsize % _LINE == weight.shape[0] // 2 * x.itemsize % _LINE == 0
+    aligned = all(one.data_ptr() % LINE == 0 and one.is_contiguous() for one in (x, weight))
+    rows_aligned = x.shape[1] * x.itemsize % LINE == weight.shape[0] // 2 * x.itemsize % LINE == 0
     return aligned and rows_aligned and (not x.is_cuda or torch.cuda.get_device_capability(x.device) == (9, 0))
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from weft.ops.constants import is_constant
 from weft.ops.kernel_triton import begin, early, is_asking, kernel, release
 from weft.ops.norm_triton import quantize
-from weft.ops.products.blocks_triton import gated, multiply
+from weft.ops.products.blocks_triton import gated, grouped, multiply
 from weft.ops.products.gate_triton import silu_mul
 from weft.ops.products.gated_many_triton import swiglu_many, takes
 from weft.ops.tiles.linear import gated_many_tile, gated_tile, linear_tile, one_part_tile
@@ -55,12 +55,9 @@ def _linear_kernel(
     else:
         begin(AHEAD > 0)
     row_tile, token_tile = tl.program_id(0), tl.program_id(1)
-    if GROUP > 1:  # programs that run at the same time share tiles of both, which stay in the cache
+    if GROUP > 1:
         row_tiles = tl.num_programs(0)
-        place = token_tile * row_tiles + row_tile
-        first = place // (GROUP * row_tiles) * GROUP
-        size, place = tl.minimum(tl.num_programs(1) - first, GROUP), place % (GROUP * row_tiles)
-        row_tile, token_tile = place // size, first + place % size
+        row_tile, token_tile = grouped(token_tile * row_tiles + row_tile, row_tiles, tl.num_programs(1), GROUP)
     i = tl.arange(0, ROWS)
     n = row_tile * ROWS + i
     if GATED:  # 8 rows of the gate and then the same 8 of up, so that one thread has what belongs together

@@ -219,20 +219,25 @@ def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str], other: str) 
         }
 
 
+def _first_token(side: dict[str, Any]) -> float:
+    """The seconds from the start of an engine of weft's to its first token."""
+    return float(max(rank["first_token_seconds"] for rank in side["ranks"]))
+
+
 def show(found: dict[str, Any]) -> Iterator[str]:
     """The printed lines of a comparison."""
-    start, *starts = (
-        max(rank["first_token_seconds"] for rank in found[name]["ranks"]) for name in ("weft", "older") if name in found
-    )
-    beside = f"the older build in {starts[0]:.1f}" if starts else ""
-    if (vllm := found.get("vllm")) is not None:
-        beside = f"vLLM {vllm['version']} in {vllm['ready_seconds']:.1f}"
+    name = "vllm" if "vllm" in found else "older"
+    peer = found[name]
+    if name == "vllm":
+        beside = f"vLLM {peer['version']} in {peer['ready_seconds']:.1f}"
+    else:
+        beside = f"the older build in {_first_token(peer):.1f}"
     yield (
-        f"{found['preset']}, {found['stages']} stage(s): ready in {start:.1f} s, {beside}; power capped in "
-        f"{found['gpu_samples']['power_capped']} of {len(found['gpu_samples']['rows'])} samples"
+        f"{found['preset']}, {found['stages']} stage(s): ready in {_first_token(found['weft']):.1f} s, {beside}; "
+        f"power capped in {found['gpu_samples']['power_capped']} of {len(found['gpu_samples']['rows'])} samples"
     )
     for row in found["table"]:
-        own, other = row["weft"], row["older" if starts else "vllm"]
+        own, other = row["weft"], row[name]
         yield (
             f"  {row['workload']:<8} {own['median']:>9,.0f} ({own['min']:,.0f} to {own['max']:,.0f}; first "
             f"{own['first']:,.0f})   {other['median']:>9,.0f} ({other['min']:,.0f} to {other['max']:,.0f}; first "

@@ -34,8 +34,8 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
         ready = {"mode": options.graphs[0], "device_bytes": total, "max_num_tokens": first["max_num_tokens"]}
         ready |= {"ranks": first["ranks"], "environment": environment("cuda" if on_gpu else "cpu")}
         write(folder / f"{name}-ready", ready)
-    draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
     # Other prompts than those of the first tokens above, whose keys are kept.
+    draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
     gc.collect()
     gc.freeze()  # as vLLM does
     for answer, asked in turns(folder, name):
