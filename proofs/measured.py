@@ -27,9 +27,7 @@ Two pictures and a table, made from the records in `proofs/results/` by
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU,
-  and made their passes in turn. Until 2026-11-27 vLLM had its own dummy weights, evenly between -0.001 and 0.001, and
-  weft has normal ones. For some numbers a GPU takes more power, so where the power cap bounds (prompts of 8B and more)
-  this may have slowed vLLM by up to 5 %.
+  and made their passes in turn, with random weights of one distribution.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 
@@ -78,7 +76,8 @@ SERVED = (
 )
 """Model, record, machine, and the record whose eager runs it is compared with."""
 _TOTAL = "total_tokens_per_s"
-_CHECKED = "qwen3-0.6b", "llama-3.2-1b", "qwen3-30b-a3b-fp8"
+_CHECKED = {"qwen3-0.6b": "H200", "llama-3.2-1b": "H100", "llama-3.1-8b": "H100", "qwen3-30b-a3b-fp8": "H200"}
+"""The GPU of a check that has a record of its own, by preset."""
 LENGTHS = {"decode": "2 in, 512 out", "mixed": "512 in, 512 out", "prefill": "512 in, 64 out"}
 
 
@@ -117,7 +116,7 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
 def equality_rows() -> Iterator[tuple[str, ...]]:
     """Rows that count the greedy completions equal to those of eager steps."""
     ends = ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")
-    checks = ((MODELS[preset], f"h200-check-{preset}", "1 H200", "") for preset in _CHECKED)
+    checks = ((MODELS[preset], f"{gpu.lower()}-check-{preset}", f"1 {gpu}", "") for preset, gpu in _CHECKED.items())
     for model, name, machine, _ in (*SERVED, ends, *checks):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):

@@ -226,12 +226,19 @@ def test_the_tasks_have_one_right_answer() -> None:
                 assert int(a) + int(b) == int(own["answer"])
 
 
-@pytest.mark.parametrize(("more", "said"), [((), "has no vllm: pass --python"), (("--rounds", "-1"), "pass 0 or more")])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ((), "has no vllm: pass --python"),
+        (("--rounds", "-1"), "pass 0 or more"),
+        (("--models", "large"), "large is no preset, and no large/config.json is there: pass a folder, or tiny, "),
+    ],
+)
 def test_vllm_is_asked_for_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(SystemExit):
-        by_turns.main(["--preset", "tiny", "--out", str(tmp_path), *more])
+        by_turns.main(["--models", "tiny", "--out", str(tmp_path), *more])
     assert said in capsys.readouterr().err
 
 
@@ -239,9 +246,13 @@ def test_an_older_weft_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(by_turns, "WORKLOADS", {"few": (2, 2, 3)})
-    argv = ["--preset", "tiny", "--workloads", "few", "--rounds", "1", "--out", str(tmp_path), "--against"]
+    model = tmp_path / "small-one"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(PRESETS["tiny"]))
+    argv = ["--models", str(model), "--workloads", "few", "--rounds", "1", "--out", str(tmp_path), "--against"]
     by_turns.main([*argv, str(Path(__file__).parents[2])])
-    record = json.loads((tmp_path / "older-tiny-pp1.json").read_text())
+    record = json.loads((tmp_path / "older-small-one-pp1.json").read_text())
+    assert record["preset"] == "small-one"
     assert [row["engine"] for row in record["rows"]] == ["weft", "older"] * 2
     [row] = record["table"]
     assert row["ratio"] == pytest.approx(record["rows"][3]["seconds"] / record["rows"][2]["seconds"])
@@ -316,7 +327,7 @@ def test_vllm_beside_weft(
     processes: list[Any] = []
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
-    argv = ["--preset", "tiny", "--workloads", "few", "prompts", "--rounds", "1", "--out", str(tmp_path)]
+    argv = ["--models", "tiny", "--workloads", "few", "prompts", "--rounds", "1", "--out", str(tmp_path)]
     if loses:
         with pytest.raises(SystemExit, match=r"(?s)vllm ended with 1 before vllm-0-done.*3 tokens, not 6"):
             by_turns.main(argv)

@@ -213,19 +213,22 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
 
     It is for functions of weft's own operators, because another library's operator may fail on zeros. A class for which
     there is no memory is skipped: its capture will report that.
+
+    It runs on the back end's stream, on which libraries then make their workspaces. Otherwise the first class that
+    calls cuBLAS would make one in the graphs' pool, unless it is the class that runs before the first capture.
     """
     if triton_version() is None:
         return
     from weft.ops.kernel_triton import compiling  # imported here so that weft imports on machines without triton
 
-    device = cache.backend_for(call).device
+    backend = cache.backend_for(call)
     # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes would be counted.
     input_buffers = InputBufferPool()
     missing = [rung for rung in cache.rungs(call) if cache.find(cache.key(call, rung)) is None]
     zeros = _Zeros()
-    with compiling(), ONE_AT_A_TIME:
+    with compiling(), ONE_AT_A_TIME, backend.allocating():
         for rung in missing:
             with contextlib.suppress(torch.OutOfMemoryError):
                 prepared = prepare(graphable, call, rung.descriptor, input_buffers)
-                with prepared.restored(audit_of(graphable, prepared, device)), zeros:
+                with prepared.restored(audit_of(graphable, prepared, backend.device)), zeros:
                     prepared.run()

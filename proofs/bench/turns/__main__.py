@@ -1,16 +1,17 @@
 """Serve requests of the same lengths by weft and by vLLM, or by an older weft, both alive at once, by turns: how many
 times as fast weft is.
 
-    python -m weft.proofs.bench.turns --presets llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
-    python -m weft.proofs.bench.turns --presets qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out FOLDER
-    VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.turns --python vllm/bin/python --presets qwen3-0.6b --out FOLDER
-    python -m weft.proofs.bench.turns --against ../weft-of-last-month --presets qwen3-0.6b --out FOLDER
+    python -m weft.proofs.bench.turns --models llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
+    python -m weft.proofs.bench.turns --models qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out FOLDER
+    VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.turns --python vllm/bin/python --models qwen3-0.6b --out FOLDER
+    python -m weft.proofs.bench.turns --against ../weft-of-last-month --models qwen3-0.6b --out FOLDER
 
-Each engine serves a workload in turn, `--rounds` times after a first pass. weft starts first, and vLLM may then use as
-much memory of a GPU, a sixth more, and 6 GB. Weights of both are random and of one distribution, which flatters the
-routing of experts; the temperature is 1, and no completion ends early. vLLM has its defaults but for the arguments and
-variables that the record names. An older weft is a checkout whose `weft bench` has the same parts, since 2026-11-24;
-give both memory enough, since an engine takes fewer pages where there is less.
+A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload in turn, `--rounds`
+times after a first pass. weft starts first, and vLLM may then use as much memory of a GPU, a sixth more, and 6 GB.
+Weights of both are random and of one distribution, which flatters the routing of experts; the temperature is 1, and no
+completion ends early. vLLM has its defaults but for the arguments and variables that the record names. An older weft is
+a checkout whose `weft bench` has the same parts, since 2026-11-24; give both memory enough, since an engine takes fewer
+pages where there is less.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -142,18 +143,19 @@ def watched(gpu: str) -> Iterator[list[list[float]]]:
         thread.join()
 
 
-def compare(preset: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Start both engines, let them take turns, and return what was measured."""
+def compare(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Start both engines with a model, let them take turns, and return what was measured."""
     workloads = {name: WORKLOADS[name] for name in given.workloads}
     longest = max((lengths for _, *lengths in workloads.values()), key=sum)
-    own = {"preset": preset, "pp": given.pp, "input_len": longest[0], "output_len": longest[1]}
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
         (folder / "driver").write_text(str(os.getpid()))
-        model = folder / preset
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(PRESETS[preset]))
-        command = [sys.executable, str(Path(__file__).with_name("own.py")), name, json.dumps(own)]
+        model = folder / "models" / name
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps(given.models[name]))
+        own = {"model": str(model), "load_format": "dummy", "pp": given.pp}
+        own |= {"input_len": longest[0], "output_len": longest[1]}
+        command = [sys.executable, str(Path(__file__).with_name("own.py")), temporary, json.dumps(own)]
         weft = stack.enter_context(running("weft", folder, [*command, "weft"], given.gpus))
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
         gpus = given.peer_gpus or given.gpus
@@ -164,18 +166,18 @@ def compare(preset: str, given: argparse.Namespace) -> dict[str, Any]:
             if started["device_bytes"] is not None:
                 used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
                 asked["gpu_memory_utilization"] = round((used * 7 / 6 + 6e9) / started["device_bytes"], 3)
-            command = [given.python, str(Path(__file__).with_name("peer.py")), name, json.dumps(asked)]
+            command = [given.python, str(Path(__file__).with_name("peer.py")), temporary, json.dumps(asked)]
             peer = stack.enter_context(running("vllm", folder, command, gpus))
         chosen = peer.answer(folder / f"{peer.name}-ready", _START_SECONDS)
         if given.against is None:
             lines = (re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(peer.log))
-            chosen["arguments"]["model"] = preset  # the folder is gone afterwards
+            chosen["arguments"]["model"] = name  # the folder is gone afterwards
             chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
         rows = list[dict[str, Any]]()
         turns = list(itertools.product(range(given.rounds + 1), workloads, (weft, peer)))
         visible = given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         with watched(visible.split(",")[0]) as samples:
-            for repeat, workload, engine in tqdm(turns, desc=preset, unit="turn", disable=None):
+            for repeat, workload, engine in tqdm(turns, desc=name, unit="turn", disable=None):
                 count, length, most = workloads[workload]
                 requests = {"num_requests": count, "input_len": length, "output_len": most}
                 answer = engine.answer(engine.ask(requests), _TURN_SECONDS)
@@ -186,7 +188,7 @@ def compare(preset: str, given: argparse.Namespace) -> dict[str, Any]:
                 rows.append(row)
         capped = sum(int(sample[-1]) & _POWER_CAP > 0 for sample in samples)
         return {
-            "preset": preset,
+            "preset": name,
             "stages": given.pp or 1,
             "weft": started,
             peer.name: chosen,
@@ -245,14 +247,32 @@ def show(found: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def _config(model: str) -> tuple[str, Mapping[str, Any]]:
+    """The name and the config of a preset, or of a folder."""
+    if model in PRESETS:
+        return model, PRESETS[model]
+    path = Path(model, "config.json")
+    if not path.is_file():
+        known = ", ".join(PRESETS)
+        raise argparse.ArgumentTypeError(f"{model} is no preset, and no {path} is there: pass a folder, or {known}")
+    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return path.absolute().parent.name, found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare each preset, print a table, and write `vllm-PRESET-ppN.json`, or `older-PRESET-ppN.json`."""
+    """Compare both with each model, print a table, and write `vllm-MODEL-ppN.json`, or `older-MODEL-ppN.json`."""
     parser = argparse.ArgumentParser(
         prog="python -m weft.proofs.bench.turns",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--presets", "--preset", nargs="+", choices=PRESETS, required=True, help="of `weft bench`")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        type=_config,
+        required=True,
+        help="presets of `weft bench`, or folders with a config.json",
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="in order (all)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after the first pass (3)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of both (1)")
@@ -271,13 +291,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--against {given.against}: no {_SOURCE}/weft is there: pass a checkout of weft")
     elif subprocess.run([given.python, "-c", has_vllm], check=False).returncode:
         parser.error(f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it")
+    given.models = dict(given.models)
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that both engines are ended too
     other = "vllm" if given.against is None else "older"
-    for preset in given.presets:
-        found = compare(preset, given)
+    for name in given.models:
+        found = compare(name, given)
         print(*show(found), sep="\n", flush=True)
-        path = given.out / f"{other}-{preset}-pp{given.pp or 1}.json"
+        path = given.out / f"{other}-{name}-pp{given.pp or 1}.json"
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """weft's side: one process, or a rank for each stage. It runs by path, so that it may be the side of an older weft too.
 
-python own.py FOLDER '{"preset": "tiny", "pp": null, "input_len": 2, "output_len": 8}' weft
+python own.py FOLDER '{"model": DIRECTORY, "load_format": "dummy", "input_len": 2, "output_len": 8}' weft
 """
 
 import gc
@@ -49,7 +49,7 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
 def main() -> None:
     """Serve what the folder asks for."""
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
-    options = attrs.evolve(Bench(preset=given.pop("preset")), **given)
+    options = attrs.evolve(Bench(model=given.pop("model")), **given)
     in_ranks(serve, options, options, folder, sys.argv[3])
 
 
