@@ -50,6 +50,9 @@ def _check(options: Bench) -> None:
     if options.eval is None and (options.graph == "all" or "," in pp):
         flag = "--graph all" if options.graph == "all" else f"--pp {pp}"
         options.refuse(flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE")
+    if options.eval is not None and options.max_step_seconds is not None:
+        seen = "a time to keep within, in a comparison of scores"
+        options.refuse(f"--eval ... --max-step-seconds {options.max_step_seconds:g}", seen, "one of the two")
     if tokens is not None and tokens < options.max_num_seqs:
         seen = f"{tokens} tokens a step for {options.max_num_seqs} requests"
         instead = f"{options.max_num_seqs} or more, or a lower --max-num-seqs"
@@ -100,7 +103,7 @@ def workload_of(options: Bench) -> Workload:
 def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """The JSON report: the options, the environment, and the figures. Times are in seconds, except for `ttft`, `tpot`
     and `itl`, which are in milliseconds."""
-    names = "num_prompts max_num_seqs temperature seed run_ahead speculate draft transport device"
+    names = "num_prompts max_num_seqs max_step_seconds temperature seed run_ahead speculate draft transport device"
     wanted = {name: getattr(options, name) for name in ("model", "preset", "dummy", "dtype", *names.split())}
     wanted |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
     wanted |= {"max_num_tokens": found["max_num_tokens"], "graph": options.graphs[0]}

@@ -64,6 +64,10 @@ _model, _general, _prompts, _sampling, _measured, _load, _machine, _how, _networ
     partial(option, group) for group in GROUPS
 )
 
+_STEP_SECONDS = (
+    "the most seconds of a step with prompts, which then has as few tokens as need be, so that decodes wait less; "
+    "measured at the start (default: no limit)"
+)
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
 _EXPERTS = (
     "how --tp splits a layer's experts: columns gives each process a slice of every expert, whole gives it some entire "
@@ -238,6 +242,7 @@ class Serve(WeightOptions):
     no_prefix_caching: bool = _how("compute every prompt whole, also where another one began alike", SWITCH, False)
     max_num_seqs: int = _how("completions that run at once", COUNT, 128)
     max_num_tokens: int | None = _how("tokens per step (default 8192 on a large GPU, else 2048)", whole("N", 1, 2**17))
+    max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
     max_model_len: int | None = _how("tokens of a request (default: the model's limit, at most 4096)", COUNT)
     num_pages: int | None = _how(
         "pages of the KV cache (default: what fits in memory, or what all requests can use)", COUNT
@@ -271,6 +276,7 @@ class Bench(WeightOptions):
     max_num_tokens: int | None = _how(
         "tokens per step (default 8192 on a large GPU, else 2048; with --eval as --max-num-seqs)", whole("N", 1, 2**17)
     )
+    max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
     pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)
     graph: str | None = _how("graph mode (default full_and_piecewise; with --eval all, one by one)", (*MODES, "all"))
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)

@@ -159,6 +159,7 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
         max_num_tokens=options.max_num_tokens,
         max_model_len=options.max_model_len,
         num_pages=options.num_pages,
+        max_step_seconds=options.max_step_seconds,
     )
     say(f"making its engine, on {model.device} in {str(model.dtype).removeprefix('torch.')}")
     engine = Engine(

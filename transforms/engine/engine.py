@@ -1,5 +1,6 @@
 """`Engine`: requests in, tokens out. The driver loop: schedule on the host, run on the device, read later."""
 
+import functools
 import itertools
 import secrets
 from collections import deque
@@ -15,7 +16,7 @@ from weft.errors import EngineError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine, query_lens
+from weft.transforms.engine.options import EngineLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
 from weft.transforms.engine.requests.host_state import HostState, RequestState, check_free
 from weft.transforms.engine.requests.inputs import RequestBuilder, call_of_add
@@ -25,7 +26,8 @@ from weft.transforms.engine.scheduler import add, finish, observe, outdate, sche
 from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.steps.executor import Executor, StepGuard, capture_all
+from weft.transforms.engine.step_limit import limit_steps
+from weft.transforms.engine.steps.executor import StepGuard, capture_all
 from weft.transforms.engine.steps.results import FinishedWork, PendingResults, StepResult
 from weft.transforms.engine.steps.step import Work
 from weft.transforms.engine.weights import Params, make_weights
@@ -97,26 +99,28 @@ class Engine:
         self._is_distributed = split.is_distributed
         limits = limits or EngineLimits()
         if self._is_distributed:
-            assert_same_left_out(call, self.transport, {"seed": seed, "limits.num_pages": limits.num_pages})
-        named = dict(adapters or {})
-        self._weights = make_weights(model, split, named, speculation)
+            own = {f"limits.{name}": getattr(limits, name) for name in ("num_pages", "max_step_seconds")}
+            assert_same_left_out(call, self.transport, {"seed": seed, **own})
+        self._weights = make_weights(model, split, named := dict(adapters or {}), speculation)
 
-        def executor(limits: ResolvedLimits) -> Executor:
-            return make_executor(self._weights, limits, split, graph, num_logprobs=num_logprobs, backend=backend)
-
+        executor = functools.partial(
+            make_executor, self._weights, split=split, graph=graph, num_logprobs=num_logprobs, backend=backend
+        )
         self.limits = limits.resolve(model, split, speculation, executor)
         own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._builder = RequestBuilder(model, num_logprobs, own_seed, self._weights.slots, prefix_caching)
         self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
         self._executor = executor(self.limits)
         self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size, self._builder.eos_ids)
-        self._counts = Counts(self._executor.classes)
-        self._pending: deque[PendingResults] = deque()
-        self._failed, self._num_added = list[RequestOutput](), 0
-        self._guard = StepGuard("engine.step()")
-        self._streams = Streams(self, self._is_distributed)
+        self._counts, self._num_added = Counts(self._executor.classes), 0
+        self._pending, self._failed = deque[PendingResults](), list[RequestOutput]()
+        self._guard, self._streams = StepGuard("engine.step()"), Streams(self, self._is_distributed)
         if self._is_distributed:
             assert_same_engines(self.transport.assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
+        if limits.max_step_seconds is not None:
+            self.warm_up()
+            self.limits = limit_steps(self, limits.max_step_seconds)
+            self._counts, self._num_added = Counts(self._executor.classes), 0  # as if nothing had been served
 
     def __repr__(self) -> str:
         """The model, and the number of graphs and requests."""
@@ -165,7 +169,9 @@ class Engine:
             EngineError: an earlier step raised, Ctrl-C among others.
         """
         self._guard.check("engine.add(...)")
-        name = self._new_name() if id is None else id
+        names = (f"request {index}" for index in itertools.count(self._num_added))
+        free = (each for each in names if each not in self._outputs and not self._host.find(each))
+        name = next(free) if id is None else id
         options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
         options |= {"extras": extras, "cache_salt": cache_salt}
         call = call_of_add(sampling, max_tokens, name)
@@ -179,10 +185,6 @@ class Engine:
         self._num_added += 1
         return name
 
-    def _new_name(self) -> str:
-        names = (f"request {index}" for index in itertools.count(self._num_added))
-        return next(name for name in names if name not in self._outputs and not self._host.find(name))
-
     def abort(self, id: str) -> list[RequestOutput]:
         """End a request; returns the last output of each completion that had not ended.
 
@@ -190,8 +192,7 @@ class Engine:
             RequestError: the engine has no request of this name, or it has ended.
         """
         names = self._outputs.names(f"engine.abort({id!r})", id)
-        if self._is_distributed:
-            self.transport.assert_equal("the abort", repr(id))
+        self.transport.assert_equal("the abort", repr(id))
         for name in names:
             self._host = finish(self._host, name, "abort")
         outputs = [self._outputs.end(name, "abort", []) for name in names]
@@ -375,8 +376,7 @@ class Engine:
         """Let no later request find the pages computed so far; returns how many could be found. Requests under way keep
         theirs. With stages in other processes, call it on every rank."""
         self._guard.check(call := "engine.reset_prefix_cache()")
-        if self._is_distributed:
-            self.transport.assert_equal("the call", call)
+        self.transport.assert_equal("the call", call)
         return self._host.pages.forget()
 
     def warm_up(self) -> Stats:

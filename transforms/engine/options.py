@@ -1,11 +1,11 @@
 """Options of an engine: `EngineLimits`, `Speculation`, and the checks of them and of its other arguments."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values, is_int, names_arguments
 from weft.arguments.equivalents import LIMITS
@@ -17,21 +17,13 @@ from weft.stages.functions import OWN
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.state import Drafting, State
+from weft.transforms.engine.memory import empty_pages, fitting_pages, page_bytes, reserved_bytes
 from weft.transforms.engine.requests.host_state import Budget, tokens_rule
 from weft.transforms.engine.split import Split
-from weft.transforms.engine.steps.executor import Executor, estimate_all
+from weft.transforms.engine.steps.executor import Executor
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.argument_checks import TRANSPORT
-from weft.transforms.pipelines.hardware import MEMORY_SHARE
-from weft.trees import tree_leaves
 
-_SMALL_CACHE_SHARE = 0.25
-"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not estimated."""
-_GRAPHS_MARGIN = 1.25
-"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose classes differ in more
-than their size, graphs were found to take up to a fifth more."""
-_CPU_BYTES = 2**30
-"""The most that the KV cache takes on a CPU."""
 _MAX_CONTEXT = 4096
 _NUM_TOKENS, _NUM_TOKENS_OF_A_LARGE_GPU, _LARGE_GPU = 2048, 8192, 64 * 2**30
 """The most tokens of a step where nobody says it; that of a GPU with as many bytes or more. Prompts are faster in large
@@ -40,6 +32,7 @@ _LIMIT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
     **dict.fromkeys(("max_num_tokens", "max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
     "mixed": (lambda value: isinstance(value, bool), "True or False"),
+    "max_step_seconds": (lambda value: value is None or 0 < value < math.inf, "a positive number of seconds, or None"),
 }
 _NGRAM = (1, 3)
 _MAX_NUM_TOKENS = 1024
@@ -208,7 +201,7 @@ class Speculation:
         """Bytes of one page of the draft model's cache, over all its layers."""
         if not isinstance(self.model, Model):
             return 0
-        return _page_bytes(self.model, len(self.model.params.layers), page_size)
+        return page_bytes(self.model, len(self.model.params.layers), page_size)
 
 
 def query_lens(speculation: Speculation | None) -> tuple[int, ...]:
@@ -234,9 +227,13 @@ class EngineLimits:
         mixed: whether decodes share steps with prompts: a step that is bound by compute for one and by memory for the
             other does both at once. Without it they take turns, and decodes stay uniform, which is best for requests
             that decode.
+        max_step_seconds: the most seconds of a step with prompts, from its launch until its tokens are read; it then
+            has fewer tokens than `max_num_tokens` if need be, but at least a page of a prompt's. An engine that has it
+            warms up and measures when it is made: by a line through the times of a few prompts it knows what tokens,
+            and what they attend to, add to a step. Decodes wait less for others' prompts, which take longer. None: any.
 
     Raises:
-        RequestError: not an integer, or less than 1.
+        RequestError: not an integer, or less than 1; or seconds that are no positive number.
     """
 
     max_num_reqs: int = 64
@@ -246,6 +243,7 @@ class EngineLimits:
     num_pages: int | None = None
     num_cohorts: int | None = None
     mixed: bool = True
+    max_step_seconds: float | None = None
 
     def __attrs_post_init__(self) -> None:
         for name, value in attrs.asdict(self, recurse=False).items():
@@ -277,18 +275,18 @@ class EngineLimits:
         check_values("weft.EngineLimits(...)", {"max_num_tokens": tokens_rule(least)}, {"max_num_tokens": tokens})
         budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation))
         most = max_pages * self.max_num_reqs
-        small = ResolvedLimits(budget, 1, self.page_size, speculation)
+        small = ResolvedLimits(budget, 1, self.page_size, speculation, self.max_step_seconds)
         if self.num_pages is not None:
             return attrs.evolve(small, num_pages=transport.share(self.num_pages))
         here = split.layouts(model)
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
-        page = _page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
+        page = page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
         beside = model.functions.beside
         if model.functions.policy == "snapshot":
             page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
         if here[-1].last:
-            page += sum(_page_bytes(own, own.config.num_layers, self.page_size) for own in beside.values())
-        fitting = _fitting_pages(model.device, page, most, lambda: _reserved_bytes(executor and executor(small)))
+            page += sum(page_bytes(own, own.config.num_layers, self.page_size) for own in beside.values())
+        fitting = fitting_pages(model.device, page, most, lambda: reserved_bytes(executor and executor(small)))
         return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 
 
@@ -300,6 +298,7 @@ class ResolvedLimits:
     num_pages: int
     page_size: int
     speculation: Speculation | None = None
+    max_step_seconds: float | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -307,46 +306,8 @@ class ResolvedLimits:
         configuration."""
         budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
         drafts = None if own is None else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
-        return {**budget, "num_pages": self.num_pages, "page_size": self.page_size, "speculation": drafts}
-
-
-def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
-    """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]."""
-    config = model.config
-    shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
-    return torch.zeros(shape, dtype=model.cache_dtype, device=model.device)
-
-
-def _page_bytes(model: Model, num_layers: int, page_size: int) -> int:
-    config = model.own_config
-    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.cache_dtype.itemsize
-
-
-def _fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:
-    """The number of pages that fit into memory beside the `reserved` bytes, at least 1."""
-    free = free_bytes(device)
-    if free is None:
-        return max(1, _CPU_BYTES // page_bytes)
-    if page_bytes * most <= _SMALL_CACHE_SHARE * free:
-        return most
-    num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
-    return max(1, int(MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """The free memory of a GPU; None for a CPU, of whose memory an engine takes a fixed amount."""
-    if device.type == "cpu":
-        return None
-    torch.cuda.empty_cache()  # give back the memory of dropped tensors and graphs
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def _reserved_bytes(executor: Executor | None) -> int:
-    """The memory that an executor takes beside pages: its tables, and its graphs once they are captured."""
-    if executor is None:
-        return 0
-    tables = sum(x.nbytes for x in tree_leaves(executor.state) if isinstance(x, Tensor))
-    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in estimate_all(executor)))
+        shared = {name: getattr(self, name) for name in ("num_pages", "page_size", "max_step_seconds")}
+        return {**budget, **shared, "speculation": drafts}
 
 
 def _are_adapters(given: Any) -> bool:

@@ -158,8 +158,7 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
     cohort = host.num_ticks % budget.num_cohorts
     host.num_ticks += 1
     query_len, decodes, growths = _schedule_decodes(host, budget, cohort)
-    room = budget.max_num_tokens - (len(decodes) if budget.mixed else 0)
-    chunks, edits = _schedule_prefills(host, budget, cohort, room)
+    chunks, edits = _schedule_prefills(host, budget, cohort, _Room(budget, decodes if budget.mixed else ()))
     works = []
     if decodes and (not chunks or not budget.mixed):
         works.append(_make_work(host, Edits(growths=growths), [(req, 0) for req in decodes], query_len))
@@ -235,33 +234,54 @@ def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
     return True
 
 
+class _Room:
+    """The tokens, and the seconds if there is a limit, that a step has left for prompts beside its decodes."""
+
+    def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
+        self.tokens, self._time = budget.max_num_tokens - len(decodes), budget.step_time
+        if self._time is not None:
+            self._seconds = self._time.room - sum(self._time.seconds(1, req.num_computed) for req in decodes)
+
+    def take(self, req: RequestState, page_size: int, is_first: bool) -> int:
+        """The tokens of a request's next chunk. If seconds are the limit these are whole pages, and of the step's first
+        chunk at least one, so that prompts go on beside any decodes."""
+        count = wanted = min(self.tokens, req.length - req.num_prefilled)
+        if self._time is not None:
+            most = self._time.most_tokens(self._seconds, req.num_prefilled)
+            if most < wanted:
+                count = min(wanted, max(most // page_size, int(is_first)) * page_size)
+            self._seconds -= self._time.seconds(count, req.num_prefilled)
+            if count < wanted or self._time.most_tokens(self._seconds, 0) < page_size:
+                self.tokens = count  # no other chunk would be of a page
+        self.tokens -= count
+        return count
+
+
 def _schedule_prefills(
-    host: HostState, budget: Budget, cohort: int, room: int
+    host: HostState, budget: Budget, cohort: int, room: _Room
 ) -> tuple[list[tuple[RequestState, int]], Edits]:
-    """Chunks of prompts, of `room` tokens at most: first of admitted requests, then of requests admitted here."""
+    """Chunks of prompts that fit into `room`: first of admitted requests, then of requests admitted here."""
     chunks: list[tuple[RequestState, int]] = []
     copies: list[tuple[int, int]] = []
     admissions: list[Admission] = []
     members = host.cohorts[cohort]
     for req in members:
         if not req.on_device and req.num_prefilled < req.length:
-            room = _schedule_chunk(req, room, chunks)
+            _schedule_chunk(host, req, room, chunks)
     share = -(-(len(host.running) + len(host.waiting)) // budget.num_cohorts)
-    while room and host.waiting and host.free_rows and len(members) < min(share, budget.cohort_size):
+    while room.tokens and host.waiting and host.free_rows and len(members) < min(share, budget.cohort_size):
         head = host.waiting[0]
         if head.num_unread or not allocate_pages(host, head, copies):
             break
         _admit(host, head, cohort, admissions)
-        room = _schedule_chunk(head, room, chunks)
+        _schedule_chunk(host, head, room, chunks)
     host.pages.release([source for source, _ in copies])
     return chunks, Edits(tuple(copies), tuple(admissions))
 
 
-def _schedule_chunk(req: RequestState, room: int, chunks: list[tuple[RequestState, int]]) -> int:
-    count = min(room, req.length - req.num_prefilled)
-    if count:
+def _schedule_chunk(host: HostState, req: RequestState, room: _Room, chunks: list[tuple[RequestState, int]]) -> None:
+    if room.tokens and (count := room.take(req, host.pages.page_size, not chunks)):
         chunks.append((req, count))
-    return room - count
 
 
 def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Admission]) -> None:

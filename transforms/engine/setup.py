@@ -22,7 +22,8 @@ from weft.stages.model import Model
 from weft.stages.params import num_bytes
 from weft.stages.slots import stage_params
 from weft.state import State, admit, advance
-from weft.transforms.engine.options import RULES, ResolvedLimits, empty_pages, stage_rule
+from weft.transforms.engine.memory import empty_pages
+from weft.transforms.engine.options import RULES, ResolvedLimits, stage_rule
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.steps.executor import Classes, Executor, PipelineExecutor, StepExecutor
 from weft.transforms.engine.steps.step import (

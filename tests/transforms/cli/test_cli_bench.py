@@ -140,12 +140,12 @@ def test_drafts_are_counted(run: Weft, pp: str) -> None:
 def test_a_checkpoint_in_ranks_of_its_own_and_a_file(run: Weft, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     model = ("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--pp", "2", "--graph", "full")
-    code, shown, err = run(*model, *SMALL, "--out", str(out))
+    code, shown, err = run(*model, *SMALL, "--out", str(out), "--max-step-seconds", "60")
     assert (code, err) == (0, "")
     assert shown.startswith(f"{DEMO}, 2 stages, graphs: full\n")
     found = json.loads(out.read_text())
     assert [rank["num_graphs"] > 0 for rank in found["ranks"]] == [True, True]
-    assert found["wanted"]["model"] == str(DEMO)
+    assert (found["wanted"]["model"], found["wanted"]["max_step_seconds"]) == (str(DEMO), 60)
     assert (found["wanted"]["stages"], found["wanted"]["dummy"], found["output_tokens"]) == (2, False, 35)
 
 
@@ -324,6 +324,15 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "a seed of a score": (
         (*SCORE, "--seed", "1"),
         "weft bench --seed 1\n  saw: --eval, with which --seed has no effect",
+    ),
+    "a score within a time": (
+        (*SCORE, "--max-step-seconds", "1"),
+        "weft bench --eval ... --max-step-seconds 1\n  saw: a time to keep within, in a comparison of scores",
+    ),
+    "no time at all": ((*TINY, "--max-step-seconds", "0"), "'0': write a number of seconds, greater than 0"),
+    "less time than a page needs": (
+        (*TINY, *SMALL, "--max-step-seconds", "1e-9"),
+        "weft bench --max-step-seconds 1e-09\n  saw: a step of one page of 16 tokens takes ",
     ),
     "a number of requests of a score": ((*SCORE, "--num-prompts", "1"), "instead: leave out --num-prompts, or --eval"),
     "a length of a score": ((*SCORE, "--input-len", "1"), "saw: --eval, with which --input-len has no effect"),

@@ -12,7 +12,7 @@ import weft
 from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
-from weft.transforms.engine import options
+from weft.transforms.engine import memory as engine_memory
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports.threads import Threads
@@ -38,7 +38,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Memory]:
     def of(free: int) -> Memory:
         made = Memory(free)
-        monkeypatch.setattr(options, "free_bytes", made)
+        monkeypatch.setattr(engine_memory, "free_bytes", made)
         return made
 
     return of
@@ -120,7 +120,7 @@ def test_ranks_have_as_many_pages_as_the_one_with_the_least_room(memory: Callabl
 
 
 def test_a_cpu_gives_a_fixed_part() -> None:
-    assert options.free_bytes(torch.device("cpu")) is None
+    assert engine_memory.free_bytes(torch.device("cpu")) is None
     assert Engine(long_model(), LIMITS, graph="full").limits.num_pages == MOST
 
 

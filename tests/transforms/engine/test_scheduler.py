@@ -5,13 +5,14 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState
+from weft.transforms.engine.requests.step_time import StepTime
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.steps.step import Work
 
@@ -29,6 +30,15 @@ def request(
     return Request(name, prompt, max_tokens, sampling, priority)
 
 
+def check_time(work: Work, time: StepTime, page_size: int) -> None:
+    """A step with prompts keeps within its limit, or has a single chunk of at most a page."""
+    took = time.fixed
+    for ids, start in zip(work.token_ids, work.starts, strict=True):
+        took += time.per_token * len(ids) + time.per_pair * sum(start + place + 1 for place in range(len(ids)))
+    chunks = [ids for ids in work.token_ids if ids != (LAST_TOKEN,)]
+    assert took <= time.limit or (len(chunks) == 1 and len(chunks[0]) <= page_size)
+
+
 class HostMachine(RuleBasedStateMachine):
     """Requests are added, follow others, are aborted; steps are scheduled, and read later, in order.
 
@@ -43,9 +53,20 @@ class HostMachine(RuleBasedStateMachine):
         pages=st.integers(4, 9),
         mixed=st.booleans(),
         query_lens=st.sampled_from(((1,), (1, 2), (1, 3, 5))),
+        time=st.none()
+        | st.builds(StepTime, st.integers(1, 40), st.integers(0, 9), st.integers(0, 2), st.integers(0, 2)),
     )
-    def begin(self, rows: int, cohorts: int, more: int, pages: int, mixed: bool, query_lens: tuple[int, ...]) -> None:
-        self.budget = Budget(rows, -(-rows // cohorts) + more, 4, cohorts, mixed, query_lens)
+    def begin(
+        self,
+        rows: int,
+        cohorts: int,
+        more: int,
+        pages: int,
+        mixed: bool,
+        query_lens: tuple[int, ...],
+        time: StepTime | None,
+    ) -> None:
+        self.budget = Budget(rows, -(-rows // cohorts) + more, 4, cohorts, mixed, query_lens, time)
         self.host = HostState.empty(self.budget, pages, 2)
         self.count = self.ticks = 0
         self.unread: list[tuple[Work, list[list[int]]]] = []
@@ -133,12 +154,14 @@ class HostMachine(RuleBasedStateMachine):
     def check(self, work: Work, cohort: int) -> None:
         """Edit the tables, as a device would."""
         assert work.num_tokens <= self.budget.max_num_tokens
+        if self.budget.step_time is not None and work.kind != "decode":
+            check_time(work, self.budget.step_time, page_size=2)
         assert len(work.rows) == len(set(work.rows)) <= self.budget.cohort_size
         assert all(self.host.requests[name].cohort == cohort for name in work.requests), "of those under way"
         for source, target in work.edits.copies:
             self.content[target] = [*self.content[source]]
-        for given in work.edits.admissions:
-            self.rows[given.row], self.places[given.row] = list(given.pages), given.computed
+        for each in work.edits.admissions:
+            self.rows[each.row], self.places[each.row] = list(each.pages), each.computed
         for growth in work.edits.growths:
             assert len(self.rows[growth.row]) == growth.start
             self.rows[growth.row] += growth.pages
@@ -243,6 +266,24 @@ def test_chunks_are_the_prompts(budget: int) -> None:
             assert samples == (seen[name] == prompts[name])
     assert seen == prompts
     assert all(work.num_tokens == budget for work in works[:-1])
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    st.builds(StepTime, st.integers(1, 400), st.integers(0, 20), st.integers(0, 3), st.integers(0, 1)),
+    st.booleans(),
+)
+@example([60, 60], StepTime(200, 0, 0, 1), True)
+@example([8, 9, 30, 60], StepTime(24, 0, 1, 0), True)
+def test_steps_with_prompts_keep_within_their_time(lengths: list[int], time: StepTime, mixed: bool) -> None:
+    prompts = {str(row): tuple(range(100 * row, 100 * row + length)) for row, length in enumerate(lengths)}
+    seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
+    for work in served(prompts, Budget(4, 64, 16, mixed=mixed, step_time=time)):
+        if work.kind != "decode":
+            check_time(work, time, page_size=4)
+            for name, ids in zip(work.requests, work.token_ids, strict=True):
+                seen[name] += ids if ids != (LAST_TOKEN,) else ()
+    assert seen == prompts
 
 
 def test_cohorts_are_balanced() -> None:

@@ -15,6 +15,7 @@ from weft.sampling import SamplingParams
 from weft.sampling_table import features
 from weft.transforms.engine.requests.pages import Pages, hash_page, hash_pages
 from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
+from weft.transforms.engine.requests.step_time import StepTime
 
 T = TypeVar("T")
 _BUDGET_RULES: dict[str, Rule] = {
@@ -232,6 +233,7 @@ class Budget:
         mixed: whether a batch may hold decodes and prompts; if not, prompts get batches of their own, and decodes stay
             uniform.
         query_lens: tokens per request that a uniform decode may have, drafts included: 1, and others.
+        step_time: what a step with prompts takes, and may take; None: as long as its tokens need.
 
     Raises:
         RequestError: numbers that leave no room for a request.
@@ -243,6 +245,7 @@ class Budget:
     num_cohorts: int = 1
     mixed: bool = False
     query_lens: tuple[int, ...] = (1,)
+    step_time: StepTime | None = None
 
     def __attrs_post_init__(self) -> None:
         check_values(self, _BUDGET_RULES, {name: getattr(self, name) for name in _BUDGET_RULES})

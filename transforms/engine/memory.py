@@ -1,0 +1,58 @@
+"""The memory of an engine: pages of the KV cache, and how many fit beside the graphs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from weft.stages.model import Model
+from weft.transforms.engine.steps.executor import Executor, estimate_all
+from weft.transforms.pipelines.hardware import MEMORY_SHARE
+from weft.trees import tree_leaves
+
+_SMALL_CACHE_SHARE = 0.25
+"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not estimated."""
+_GRAPHS_MARGIN = 1.25
+"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose classes differ in more
+than their size, graphs were found to take up to a fifth more."""
+_CPU_BYTES = 2**30
+"""The most that the KV cache takes on a CPU."""
+
+
+def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
+    """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]."""
+    config = model.config
+    shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
+    return torch.zeros(shape, dtype=model.cache_dtype, device=model.device)
+
+
+def page_bytes(model: Model, num_layers: int, page_size: int) -> int:
+    config = model.own_config
+    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.cache_dtype.itemsize
+
+
+def fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:
+    """The number of pages that fit into memory beside the `reserved` bytes, at least 1."""
+    free = free_bytes(device)
+    if free is None:
+        return max(1, _CPU_BYTES // page_bytes)
+    if page_bytes * most <= _SMALL_CACHE_SHARE * free:
+        return most
+    num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
+    return max(1, int(MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The free memory of a GPU; None for a CPU, of whose memory an engine takes a fixed amount."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()  # give back the memory of dropped tensors and graphs
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def reserved_bytes(executor: Executor | None) -> int:
+    """The memory that an executor takes beside pages: its tables, and its graphs once they are captured."""
+    if executor is None:
+        return 0
+    tables = sum(x.nbytes for x in tree_leaves(executor.state) if isinstance(x, Tensor))
+    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in estimate_all(executor)))
