@@ -37,10 +37,13 @@ _DIVIDES = "a number of ranks by which it is a multiple of"
 
 def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     """The configuration of one rank's share: with its part of the heads and of the inner columns, or of the experts.
+    One rank has all of it.
 
     Raises:
         ConfigError: heads, columns or experts that the ranks cannot share evenly.
     """
+    if num_ranks == 1:
+        return config
     call = f"a model over {num_ranks} ranks"
     heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
     even = heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)

@@ -232,6 +232,9 @@ def test_the_tasks_have_one_right_answer() -> None:
         ((), "has no vllm: pass --python"),
         (("--rounds", "-1"), "pass 0 or more"),
         (("--models", "large"), "large is no preset, and no large/config.json is there: pass a folder, or tiny, "),
+        (("--pp", "0"), "--pp 0: pass 1 or more stages"),
+        (("--python", "no/python"), "--python no/python: there is no such program: pass the Python of"),
+        (("--models", "tiny", "tiny"), "--models: two are called tiny, which their records are named after"),
     ],
 )
 def test_vllm_is_asked_for_first(
@@ -239,6 +242,29 @@ def test_vllm_is_asked_for_first(
 ) -> None:
     with pytest.raises(SystemExit):
         by_turns.main(["--models", "tiny", "--out", str(tmp_path), *more])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "cannot be read: Expecting property name"),
+        ("[]", "holds no JSON object: pass the folder of a model"),
+        (json.dumps({**PRESETS["tiny"], "architectures": ["GemmaForCausalLM"]}), "GemmaForCausalLM"),
+        (
+            json.dumps({**PRESETS["tiny"], "max_position_embeddings": 300}),
+            "--workloads prefill: prefill has requests of 576 tokens, and some has 300 positions: pass other workloads",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, said: str
+) -> None:
+    folder = tmp_path / "some"
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    with pytest.raises(SystemExit):
+        by_turns.main(["--models", str(folder), "--workloads", "prefill", "--out", str(tmp_path)])
     assert said in capsys.readouterr().err
 
 
@@ -353,7 +379,7 @@ def test_vllm_beside_weft(
         assert 0.5 <= drawn["w13_weight_scale_inv"][0] * 800 <= 1.5
         assert record["vllm"]["arguments"]["model"] == "tiny"
         assert tempfile.gettempdir() not in json.dumps({name: record["vllm"][name] for name in ("arguments", "log")})
-        assert len(capsys.readouterr().out.splitlines()) == 3
+        assert len(capsys.readouterr().out.splitlines()) == 4
     assert len(processes) == 3  # the first was asked for vllm
     assert all(process.poll() is not None for process in processes)
     child = int((tmp_path / "vllm" / "child").read_text())

@@ -189,9 +189,10 @@ def test_experts_are_cut_by_columns_where_they_can_be() -> None:
 
 
 def test_one_rank_has_the_whole() -> None:
-    config = parse({**SMALL, **LLAMA})
-    assert share_config(config, 1) == config
-    assert share_fields(config, 0, (0, 1)) == share_fields(config, 0)
+    for more in ({}, {**FP8, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 320}):
+        config = parse({**SMALL, **LLAMA, **more})
+        assert share_config(config, 1) == config
+        assert share_fields(config, 0, (0, 1)) == share_fields(config, 0)
 
 
 def test_the_last_rows_of_the_vocabulary_are_zeros() -> None:

@@ -17,8 +17,8 @@ class Device:
 
 MEASURED = Device(132, 3.35e12, 989e12)
 """The GPU that was measured, an H100 with 80 GB."""
-_DEVICES = {"H100 80GB HBM3": MEASURED, "H200": Device(132, 4.8e12, 989e12)}
-"""By part of a name."""
+_DEVICES = {"NVIDIA H100 80GB HBM3": MEASURED, "NVIDIA H200": Device(132, 4.8e12, 989e12)}
+"""By name."""
 
 
 @functools.cache
@@ -27,5 +27,6 @@ def device() -> Device | None:
     tiles of a rule."""
     if not torch.cuda.is_available():
         return MEASURED
-    name = torch.cuda.get_device_name(0)
-    return next((facts for part, facts in _DEVICES.items() if part in name), None)
+    found = torch.cuda.get_device_properties(0)
+    facts = _DEVICES.get(found.name)
+    return facts if facts is not None and facts.processors == found.multi_processor_count else None  # not a part of one

@@ -1,4 +1,5 @@
-"""All tiles of products, timed on the shapes of published models: the data of the model in `weft.ops.tiles.model`.
+"""The tiles of products in `weft.ops.tiles.candidates`, timed on the shapes of published models: the data of the model
+in `weft.ops.tiles.model`.
 
     python -m weft.proofs.bench.tiles.search --out FOLDER [--experts] [--counts N ...] [--limit SECONDS] [--dry]
 

@@ -7,11 +7,10 @@ times as fast weft is.
     python -m weft.proofs.bench.turns --against ../weft-of-last-month --models qwen3-0.6b --out FOLDER
 
 A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload in turn, `--rounds`
-times after a first pass. weft starts first, and vLLM may then use as much memory of a GPU, a sixth more, and 6 GB.
-Weights of both are random and of one distribution, which flatters the routing of experts; the temperature is 1, and no
-completion ends early. vLLM has its defaults but for the arguments and variables that the record names. An older weft is
-a checkout whose `weft bench` has the same parts, since 2026-11-24; give both memory enough, since an engine takes fewer
-pages where there is less.
+times after a first pass. weft starts first, and vLLM may then use 7/6 of the memory that weft has at its peak, and 6
+GB. Weights of both are random and of one distribution, which flatters the routing of experts; the temperature is 1, and
+no completion ends early. vLLM has its defaults but for the arguments and variables that the record names. An older weft
+is a checkout from 2026-11-24 on; give both memory enough, since an engine takes fewer pages where there is less.
 """
 
 import argparse
@@ -19,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -33,7 +33,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from weft.errors import WeftError
 from weft.proofs.bench.turns.peer import write
+from weft.stages.config import parse_config
 from weft.stages.random_weights import PRESETS
 
 WORKLOADS = {
@@ -51,6 +53,7 @@ _CHOICES = re.compile(
 )
 _GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active"
 _POWER_CAP = 4
+_HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 _SOURCE = ".src"
 """The folder of a checkout that has the package."""
 
@@ -162,7 +165,9 @@ def compare(name: str, given: argparse.Namespace) -> dict[str, Any]:
         if given.against is not None:
             peer = stack.enter_context(running("older", folder, [*command, "older"], gpus, given.against / _SOURCE))
         else:
-            asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1, "max_model_len": sum(longest) + 64}
+            positions = parse_config(given.models[name], source=name).max_position_embeddings
+            asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1}
+            asked["max_model_len"] = min(sum(longest) + 64, positions)
             if started["device_bytes"] is not None:
                 used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
                 asked["gpu_memory_utilization"] = round((used * 7 / 6 + 6e9) / started["device_bytes"], 3)
@@ -189,6 +194,7 @@ def compare(name: str, given: argparse.Namespace) -> dict[str, Any]:
         capped = sum(int(sample[-1]) & _POWER_CAP > 0 for sample in samples)
         return {
             "preset": name,
+            "config": given.models[name],
             "stages": given.pp or 1,
             "weft": started,
             peer.name: chosen,
@@ -238,6 +244,7 @@ def show(found: dict[str, Any]) -> Iterator[str]:
         f"{found['preset']}, {found['stages']} stage(s): ready in {_first_token(found['weft']):.1f} s, {beside}; "
         f"power capped in {found['gpu_samples']['power_capped']} of {len(found['gpu_samples']['rows'])} samples"
     )
+    yield "  tokens/s: the median (the least to the most; the first pass) of weft, of the other; how many times as fast"
     for row in found["table"]:
         own, other = row["weft"], row[name]
         yield (
@@ -255,8 +262,40 @@ def _config(model: str) -> tuple[str, Mapping[str, Any]]:
     if not path.is_file():
         known = ", ".join(PRESETS)
         raise argparse.ArgumentTypeError(f"{model} is no preset, and no {path} is there: pass a folder, or {known}")
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return path.absolute().parent.name, found
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise argparse.ArgumentTypeError(f"{path} holds no JSON object: pass the folder of a model")
+        parse_config(found, source=str(path))
+    except (ValueError, WeftError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
+    return path.resolve().parent.name, found
+
+
+def _refusal(given: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments, and what to pass instead."""
+    names = [name for name, _ in given.models]
+    for name, config in given.models:
+        positions = parse_config(config, source=name).max_position_embeddings
+        for workload in given.workloads:
+            _, length, most = WORKLOADS[workload]
+            if length + most > positions:
+                seen = f"{workload} has requests of {length + most} tokens, and {name} has {positions} positions"
+                return f"--workloads {workload}: {seen}: pass other workloads"
+        if names.count(name) > 1:
+            return f"--models: two are called {name}, which their records are named after: run them one by one"
+    if given.rounds < 0:
+        return f"--rounds {given.rounds}: pass 0 or more, the rounds after the first pass"
+    if given.pp is not None and given.pp < 1:
+        return f"--pp {given.pp}: pass 1 or more stages"
+    if given.against is not None:
+        if not (given.against / _SOURCE / "weft").is_dir():
+            return f"--against {given.against}: no {_SOURCE}/weft is there: pass a checkout of weft"
+    elif shutil.which(given.python) is None:
+        return f"--python {given.python}: there is no such program: pass the Python of an environment that has vLLM"
+    elif subprocess.run([given.python, "-c", _HAS_VLLM], check=False).returncode:
+        return f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it"
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -282,15 +321,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="an older weft in the place of vLLM")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     given = parser.parse_args(argv)
-    if given.rounds < 0:
-        parser.error(f"--rounds {given.rounds}: pass 0 or more, the rounds after the first pass")
-    has_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    if given.against is not None:
-        given.against = given.against.resolve()
-        if not (given.against / _SOURCE / "weft").is_dir():
-            parser.error(f"--against {given.against}: no {_SOURCE}/weft is there: pass a checkout of weft")
-    elif subprocess.run([given.python, "-c", has_vllm], check=False).returncode:
-        parser.error(f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it")
+    if (refusal := _refusal(given)) is not None:
+        parser.error(refusal)
+    given.against = given.against and given.against.resolve()
     given.models = dict(given.models)
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that both engines are ended too

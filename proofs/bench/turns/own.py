@@ -42,6 +42,8 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
         prompts = [draw.choices(vocabulary, k=asked["input_len"]) for _ in range(asked["num_requests"])]
         served = serve_at_once(engine, prompts, options.temperature, asked["output_len"])
         found = figures(served, asked["input_len"], [])
+        wanted = asked["num_requests"] * asked["output_len"]
+        assert found["output_tokens"] == wanted, f"{found['output_tokens']} tokens, not {wanted}"
         if here.first:
             write(answer, {"mode": options.graphs[0], **{key: found[key] for key in _KEPT}})
 
