@@ -320,12 +320,14 @@ class LLM:
         self.model.register_buffer("_k_scale", scale)
         self.model.register_buffer("w13_weight", values)
         self.model.register_buffer("w13_weight_scale_inv", scale.clone())
+        self.model.register_buffer("weight_scale", torch.tensor(7.0))
         self.model.register_buffer("positions", torch.arange(3))
         function(self.model)
         found = {name: [value.float().mean().item(), value.float().std().item()]
                  for name, value in self.model.state_dict().items()}
         Path(__file__).with_name("weights").write_text(json.dumps(found))
     def generate(self, prompts, wanted, use_tqdm):
+        assert all(0 <= one < 257 for prompt in prompts for one in prompt["prompt_token_ids"])
         LOSES
         return [Some(outputs=[Some(token_ids=[0] * wanted.max_tokens)]) for _ in prompts]
 """

@@ -3,16 +3,16 @@
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import attrs
 
 from weft.errors import RequestError
+from weft.stages.model import Model
 from weft.transforms.engine.options import ResolvedLimits
 from weft.transforms.engine.requests.step_time import fit
-
-if TYPE_CHECKING:
-    from weft.transforms.engine.engine import Engine
+from weft.transforms.pipelines.transports import Transport
 
 _SHARES = 1, 2, 4, 16
 """Of the longest prompt that one step takes, the parts that are measured."""
@@ -20,7 +20,19 @@ _REPEATS = 3
 """After a first one, which compiles and allocates."""
 
 
-def limit_steps(engine: "Engine", seconds: float) -> ResolvedLimits:
+class _Engine(Protocol):
+    """The parts of `weft.Engine` that are needed here."""
+
+    limits: ResolvedLimits
+    model: Model
+    transport: Transport
+
+    def add(self, prompt: list[int], *, max_tokens: int) -> str: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def limit_steps(engine: _Engine, seconds: float) -> ResolvedLimits:
     """The limits of an idle engine, with a time for its steps, measured by steps of one prompt each.
 
     Raises:
@@ -38,7 +50,7 @@ def limit_steps(engine: "Engine", seconds: float) -> ResolvedLimits:
     return attrs.evolve(limits, budget=attrs.evolve(limits.budget, step_time=found))
 
 
-def _seconds(engine: "Engine", tokens: int) -> float:
+def _seconds(engine: _Engine, tokens: int) -> float:
     """The seconds from the launch of a step with one prompt of so many tokens until its token is read, the median."""
     draw, vocabulary, times = random.Random(tokens), range(engine.model.config.vocab_size), list[float]()
     for _ in range(1 + _REPEATS):

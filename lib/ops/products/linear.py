@@ -71,8 +71,8 @@ def linear(
     functional=lambda x, weight, bias=None: functional_silu_mul(F.linear(x, weight, bias), x.dtype),
 )
 def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
-    """`silu(x @ gate.T) * (x @ up.T)` (Shazeer, arXiv 2002.05202): `silu_mul` of `linear`, with the bits of these where
-    the product has one part.
+    """`silu(x @ gate.T) * (x @ up.T)` (Shazeer, arXiv 2002.05202): `silu_mul` of `linear`. A kernel that does both may
+    add up in another order than these two.
 
     Args:
         x: `[T, K]`.

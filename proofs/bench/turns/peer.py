@@ -57,7 +57,7 @@ def draw_weights(model: Any) -> None:
     for name, value in model.state_dict().items():
         if not (value.is_floating_point() and ("weight" in name or name.endswith("bias"))):
             continue  # scales of keys, say, which are not random
-        for some in value.split(max(1, _AT_ONCE // max(value[:1].numel(), 1))):
+        for some in value.split(max(1, _AT_ONCE // max(value[:1].numel(), 1))) if value.ndim else (value,):
             noise = torch.empty(some.shape, device=some.device)
             if "scale" in name:
                 noise.uniform_(0.5 * _DEVIATION / 16, 1.5 * _DEVIATION / 16)
@@ -103,10 +103,11 @@ def main() -> None:
             "variables": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
         },
     )
-    draw = random.Random(0)
+    draw, size = random.Random(0), json.loads(Path(given["model"], "config.json").read_text())["vocab_size"]
+    vocabulary = range(min(1000, size // 2), min(100_000, size))
     for answer, asked in turns(folder, "vllm"):
         count, length, most = asked["num_requests"], asked["input_len"], asked["output_len"]
-        prompts = [prompt_type(prompt_token_ids=draw.choices(range(1000, 100_000), k=length)) for _ in range(count)]
+        prompts = [prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for _ in range(count)]
         wanted = vllm.SamplingParams(
             max_tokens=most, min_tokens=most, ignore_eos=True, temperature=1.0, detokenize=False
         )

@@ -63,7 +63,7 @@ def fit(steps: Iterable[tuple[int, float]], limit: float) -> StepTime:
         steps: the tokens of a step with one prompt, from its start, and the seconds that it took.
         limit: of the result.
 
-    >>> fit([(1, 0.0101), (100, 0.02), (400, 0.05)], limit=0.1).most_tokens(0.03, context=0)
+    >>> fit([(1, 0.0101), (100, 0.02), (400, 0.05)], limit=0.1).most_tokens(0.03005, context=0)
     300
     """
     found = [*steps]
