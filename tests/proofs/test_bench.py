@@ -233,7 +233,7 @@ def test_the_tasks_have_one_right_answer() -> None:
         (("--rounds", "-1"), "pass 0 or more"),
         (("--models", "large"), "large is no preset, and no large/config.json is there: pass a folder, or tiny, "),
         (("--pp", "0"), "--pp 0: pass 1 or more stages"),
-        (("--python", "no/python"), "--python no/python: there is no such program: pass the Python of"),
+        (("--python", "no/python"), "--python no/python: not found: pass the Python of an environment that has vLLM"),
         (("--models", "tiny", "tiny"), "--models: two are called tiny, which their records are named after"),
     ],
 )

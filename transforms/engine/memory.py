@@ -27,6 +27,7 @@ def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
 
 
 def page_bytes(model: Model, num_layers: int, page_size: int) -> int:
+    """Bytes of one page of the KV cache, over so many of the model's layers."""
     config = model.own_config
     return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.cache_dtype.itemsize
 

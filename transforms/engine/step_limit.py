@@ -15,7 +15,7 @@ from weft.transforms.engine.requests.step_time import fit
 from weft.transforms.pipelines.transports import Transport
 
 _SHARES = 1, 2, 4, 16
-"""Of the longest prompt that one step takes, the parts that are measured."""
+"""Prompts of the most tokens that one step takes, and of these parts of it, are measured."""
 _REPEATS = 3
 """After a first one, which compiles and allocates."""
 

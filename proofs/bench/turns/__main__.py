@@ -273,7 +273,7 @@ def _config(model: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _refusal(given: argparse.Namespace) -> str | None:
-    """What is wrong with the arguments, and what to pass instead."""
+    """The error of arguments that do not fit, with what to pass instead; None: they fit."""
     names = [name for name, _ in given.models]
     for name, config in given.models:
         positions = parse_config(config, source=name).max_position_embeddings
@@ -292,7 +292,7 @@ def _refusal(given: argparse.Namespace) -> str | None:
         if not (given.against / _SOURCE / "weft").is_dir():
             return f"--against {given.against}: no {_SOURCE}/weft is there: pass a checkout of weft"
     elif shutil.which(given.python) is None:
-        return f"--python {given.python}: there is no such program: pass the Python of an environment that has vLLM"
+        return f"--python {given.python}: not found: pass the Python of an environment that has vLLM"
     elif subprocess.run([given.python, "-c", _HAS_VLLM], check=False).returncode:
         return f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it"
     return None

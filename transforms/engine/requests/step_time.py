@@ -32,7 +32,7 @@ class StepTime:
         return self.limit - self.fixed
 
     def seconds(self, tokens: int, context: int) -> float:
-        """What a step takes longer for so many more tokens of a request, of which `context` are computed already."""
+        """The seconds that so many tokens of a request add to a step, after the `context` that were computed before."""
         return self.per_token * tokens + self.per_pair * pairs(tokens, context)
 
     def most_tokens(self, seconds: float, context: int) -> int:
