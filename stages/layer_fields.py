@@ -93,11 +93,11 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
     fields |= _attention(config, layer, _Linear("o", {"self_attn.o_proj": hidden}, query, query, config.o_bias))
     fields["post_attention_layernorm"] = _norm(f"{layer}.post_attention_layernorm", hidden)
     if config.moe is None or not config.moe.is_sparse(index):
-        return fields | _feed_forward(config, layer, ["mlp"], config.intermediate_size, config.mlp_bias)[0]
+        return fields | _feed_forward(config, layer, ["mlp"], config.intermediate_size, config.mlp_bias)
     shape = config.moe.num_experts, hidden
     fields["router"] = Field(shape, (Part(f"{layer}.mlp.gate.weight", shape),))
     experts = [f"mlp.experts.{expert}" for expert in range(config.moe.held or config.moe.num_experts)]
-    return fields | _stacked(_feed_forward(config, layer, experts, config.moe.inner, False))
+    return fields | _stacked(_feed_forward(config, layer, experts, config.moe.inner, False), experts)
 
 
 def row_starts(sizes: Iterable[int], fp8: bool) -> tuple[int, ...]:
@@ -119,22 +119,18 @@ def _attention(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Fi
     return _linear(layer, linear, _converted(config, [f"{layer}.{module}" for module in linear.modules]))
 
 
-def _feed_forward(
-    config: ModelConfig, layer: str, modules: Sequence[str], inner: int, bias: bool
-) -> list[dict[str, Field]]:
-    """The fields of one block, or of each expert; experts are one product, so that they are in FP8 together."""
-    hidden, found = config.hidden_size, []
+def _feed_forward(config: ModelConfig, layer: str, modules: Sequence[str], inner: int, bias: bool) -> dict[str, Field]:
+    """The fields of a block, or of the first of several experts, which are one product, and so in FP8 together."""
+    hidden, module = config.hidden_size, modules[0]
     firsts = [f"{layer}.{module}.{which}_proj" for module in modules for which in ("gate", "up")]
     first_fp8 = _converted(config, firsts)
     down_fp8 = _converted(config, [f"{layer}.{module}.down_proj" for module in modules])
-    for module in modules:
-        first = _Linear("gate_up", {f"{module}.gate_proj": inner, f"{module}.up_proj": inner}, hidden, hidden, bias)
-        fields = _linear(layer, first, first_fp8)
-        # As wide as a half of the first product, which is a whole number of blocks in FP8.
-        width = fields["gate_up_proj"].shape[0] // 2
-        down = _Linear("down", {f"{module}.down_proj": hidden}, inner, width, bias)
-        found.append(fields | _linear(layer, down, down_fp8))
-    return found
+    first = _Linear("gate_up", {f"{module}.gate_proj": inner, f"{module}.up_proj": inner}, hidden, hidden, bias)
+    fields = _linear(layer, first, first_fp8)
+    # As wide as a half of the first product, which is a whole number of blocks in FP8.
+    width = fields["gate_up_proj"].shape[0] // 2
+    down = _Linear("down", {f"{module}.down_proj": hidden}, inner, width, bias)
+    return fields | _linear(layer, down, down_fp8)
 
 
 def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
@@ -167,12 +163,13 @@ def _converted(config: ModelConfig, names: list[str]) -> bool:
     return True in found
 
 
-def _stacked(experts: list[dict[str, Field]]) -> dict[str, Field]:
-    """The fields of all experts, stacked along a new first dimension."""
-    return {name: Field((len(experts), *first.shape), tuple(_of_experts(experts, name)), first.dtype)
-            for name, first in experts[0].items()}  # fmt: skip
+def _stacked(first: dict[str, Field], experts: Sequence[str]) -> dict[str, Field]:
+    """The fields of all experts, by those of the first of them, stacked along a new first dimension."""
+    return {name: Field((len(experts), *field.shape), tuple(_of_experts(field, experts)), field.dtype)
+            for name, field in first.items()}  # fmt: skip
 
 
-def _of_experts(experts: list[dict[str, Field]], name: str) -> Iterator[Part]:
-    for expert, fields in enumerate(experts):
-        yield from (attrs.evolve(part, expert=expert) for part in fields[name].parts)
+def _of_experts(first: Field, experts: Sequence[str]) -> Iterator[Part]:
+    for expert, module in enumerate(experts):
+        for part in first.parts:
+            yield Part(part.name.replace(experts[0], module), part.shape, part.start, expert)

@@ -220,7 +220,8 @@ def random_params(
     """
     call = f"random_params(config, {layout!r}, seed={seed})"
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
-    fields, own = dict(stage_fields(config, layout)), dict(stage_fields(config, layout, shard))
+    fields = dict(stage_fields(config, layout))
+    own = fields if shard == WHOLE else dict(stage_fields(config, layout, shard))
     _check_memory(own.values(), dtype, device, call)
 
     def draw(path: str, field: Field) -> Tensor:

@@ -52,7 +52,7 @@ from weft.torchapi.private import current_device
 
 LINE = 16
 """The tensor memory accelerator (TMA) needs rows that start at a multiple of this many bytes."""
-_MOST_THREADS = 8
+_MOST_THREADS = 16
 _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
 """Seconds until a progress bar shows."""
@@ -152,11 +152,14 @@ class _Workers(ThreadPoolExecutor):
 def compiling() -> Iterator[None]:
     """Compile the kernels that this thread would launch inside, in other threads; nothing is launched or written.
 
-    All are compiled when the context exits.
+    All are compiled when the context exits, or the one that it is inside of.
 
     Raises:
         Whatever Triton's compiler raises, on exit.
     """
+    if _ASKED.get() is not None:
+        yield
+        return
     mode = getattr(triton, "AsyncCompileMode", None)  # older versions compile one after another
     asked: dict[Any, Any] = {}
     bar = tqdm(desc="compile", unit="", total=0, leave=False, disable=None, delay=_BAR_AFTER)

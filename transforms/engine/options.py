@@ -227,10 +227,10 @@ class EngineLimits:
         mixed: whether decodes share steps with prompts: a step that is bound by compute for one and by memory for the
             other does both at once. Without it they take turns, and decodes stay uniform, which is best for requests
             that decode.
-        max_step_seconds: the most seconds of a step with prompts, from its launch until its tokens are read; it then
-            has fewer tokens than `max_num_tokens` if need be, but at least a page of a prompt's. An engine that has it
-            warms up and measures when it is made: by a line through the times of a few prompts it knows what tokens,
-            and what they attend to, add to a step. Decodes wait less for others' prompts, which take longer. None: any.
+        max_step_seconds: the most seconds between two tokens of a decode that a step with prompts may take; it then has
+            fewer tokens than `max_num_tokens` if need be, but at least a page of a prompt's. An engine that has it
+            warms up when it is made, and measures steps of prompts and of decodes, which tell what tokens, and what
+            they attend to, take. Decodes wait less for others' prompts, which take longer. None: any.
 
     Raises:
         RequestError: not an integer, or less than 1; or seconds that are no positive number.

@@ -25,6 +25,7 @@ from weft.transforms.engine.requests.host_state import (
 )
 from weft.transforms.engine.requests.prefix_cache import allocate_pages, publish_pages, publish_prompt
 from weft.transforms.engine.requests.prompts import PromptContent
+from weft.transforms.engine.requests.step_time import pairs_of
 from weft.transforms.engine.steps.step import Admission, Edits, Growth, Work
 
 
@@ -239,19 +240,21 @@ class _Room:
 
     def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
         self.tokens, self._time = budget.max_num_tokens - len(decodes), budget.step_time
-        if self._time is not None:
-            self._seconds = self._time.room - sum(self._time.seconds(1, req.num_computed) for req in decodes)
+        self._taken, self._pairs = len(decodes), 0.0
+        self._reads = 0 if self._time is None else sum(req.num_computed for req in decodes)
 
     def take(self, req: RequestState, page_size: int, is_first: bool) -> int:
         """The tokens of a request's next chunk. If seconds are the limit these are whole pages, and of the step's first
         chunk at least one, so that prompts go on beside any decodes."""
         count = wanted = min(self.tokens, req.length - req.num_prefilled)
         if self._time is not None:
-            most = self._time.most_tokens(self._seconds, req.num_prefilled)
+            most = self._time.most_tokens(wanted, req.num_prefilled, self._taken, self._pairs, self._reads)
             if most < wanted:
                 count = min(wanted, max(most // page_size, int(is_first)) * page_size)
-            self._seconds -= self._time.seconds(count, req.num_prefilled)
-            if count < wanted or self._time.most_tokens(self._seconds, 0) < page_size:
+            self._taken += count
+            self._pairs += pairs_of(count, req.num_prefilled)
+            page = self._time.most_tokens(page_size, 0, self._taken, self._pairs, self._reads)
+            if count < wanted or page < page_size:
                 self.tokens = count  # no other chunk would be of a page
         self.tokens -= count
         return count

@@ -141,7 +141,8 @@ def make_executor(
     model, speculation = weights.model, limits.speculation
     budget, num_adapters = limits.budget, len(weights.slots)
     ladder = engine_ladder(graph, budget, num_adapters, model.functions)
-    classes = Classes(ladder, eager_ladder(budget, num_adapters, model.functions, torch.device(model.device)))
+    eager = eager_ladder(budget, num_adapters, model.functions, torch.device(model.device))
+    classes = Classes(ladder, eager, budget.max_num_tokens)
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}

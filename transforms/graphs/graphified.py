@@ -41,7 +41,7 @@ from weft.transforms.graphs.calls.results import keep_in_place
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.explain import Explanation, miss_between
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.lower import Compiled, Lowered, compile_ahead, lower
+from weft.transforms.graphs.lower import Compiled, Lowered, compile_ahead, lower, rehearse
 from weft.transforms.graphs.memory import (
     CapturedGraphs,
     MemoryAnalysis,
@@ -258,8 +258,8 @@ class Graphified(Generic[P, R]):
         return self.cache_info()
 
     def compile_ahead(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Compile the kernels that `capture` will launch, several at once, with a progress bar. On a CPU it does
-        nothing.
+        """Compile the kernels that `capture` will launch, several at once, with a progress bar; or those of the call
+        itself, if no class of the ladder covers it. On a CPU it does nothing.
 
         Nothing is captured, and no state changes. The function runs once per class, with zeros as the results of weft's
         own operators: it is for functions of these operators (transfers excepted). Without it, a capture compiles
@@ -269,6 +269,13 @@ class Graphified(Generic[P, R]):
         with self._lock:
             if self._cache.backend_for(call).device.type == "cuda":
                 compile_ahead(self._graphable, call, self._cache)
+
+    def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run the function once, without a graph, on padding of the call's class, so that the first call that has none
+        finds what libraries load and allocate. No state changes."""
+        call = self._example(args, kwargs)
+        with self._lock:
+            rehearse(self._graphable, call, self._cache)
 
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.

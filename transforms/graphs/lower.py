@@ -3,6 +3,7 @@ operators; the kernels that are compiled ahead of a capture."""
 
 import contextlib
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import attrs
@@ -208,27 +209,52 @@ def _maker(result: Any) -> Callable[[], Any]:
     return lambda: torch.empty_strided(size, stride, **options).zero_()
 
 
+def compiling_at_once() -> AbstractContextManager[None]:
+    """A context in which several calls of `compile_ahead` compile their kernels side by side, until it exits."""
+    if triton_version() is None or not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    from weft.ops.kernel_triton import compiling
+
+    return compiling()
+
+
 def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
-    """Compile the kernels for the classes that have no graph yet; the arguments are left unchanged.
+    """Compile the kernels for the classes that have no graph yet, or for the call itself if no class covers it; the
+    arguments are left unchanged.
 
     It is for functions of weft's own operators, because another library's operator may fail on zeros. A class for which
     there is no memory is skipped: its capture will report that.
 
-    It runs on the back end's stream, on which libraries then make their workspaces. Otherwise the first class that
-    calls cuBLAS would make one in the graphs' pool, unless it is the class that runs before the first capture.
+    For graphs it runs on the back end's stream, on which libraries then allocate what they keep. Otherwise some of that
+    would be in the graphs' pool, unless it is the class that runs before the first capture that calls the library.
     """
     if triton_version() is None:
         return
-    from weft.ops.kernel_triton import compiling  # imported here so that weft imports on machines without triton
+    # Imported here so that weft imports on machines without triton.
+    from weft.ops.copying.copies_triton import ask_for_kernels
+    from weft.ops.kernel_triton import compiling
 
     backend = cache.backend_for(call)
     # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes would be counted.
     input_buffers = InputBufferPool()
-    missing = [rung for rung in cache.rungs(call) if cache.find(cache.key(call, rung)) is None]
+    own = cache.decide(call)
+    classes = [own] if own.mode == "none" else cache.rungs(call)
+    missing = [rung for rung in classes if rung is own or cache.find(cache.key(call, rung)) is None]
     zeros = _Zeros()
-    with compiling(), ONE_AT_A_TIME, backend.allocating():
+    with compiling(), ONE_AT_A_TIME, contextlib.nullcontext() if own.mode == "none" else backend.allocating():
+        if backend.device.type == "cuda":
+            ask_for_kernels(backend.device, len(call.copied_leaves))
         for rung in missing:
             with contextlib.suppress(torch.OutOfMemoryError):
                 prepared = prepare(graphable, call, rung.descriptor, input_buffers)
                 with prepared.restored(audit_of(graphable, prepared, backend.device)), zeros:
                     prepared.run()
+
+
+def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
+    """Run the function once, without a graph, on padding of the call's class, if there is memory for it; the arguments
+    are left unchanged."""
+    prepared = prepare(graphable, call, cache.descriptor(call), InputBufferPool())
+    audit = audit_of(graphable, prepared, cache.backend_for(call).device)
+    with ONE_AT_A_TIME, contextlib.suppress(torch.OutOfMemoryError), prepared.restored(audit):
+        prepared.run()

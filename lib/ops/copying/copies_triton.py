@@ -25,6 +25,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.ops.copying.byte_copies import Copies
+from weft.ops.kernel_triton import kernel
 from weft.torchapi.private import current_stream_id, to_device
 
 ARITIES = (8, 64, 448)
@@ -65,7 +66,7 @@ def _repeat(source, target, size, period, BLOCK: tl.constexpr):
         tl.store(writes + span, tl.load(reads + span % period, mask=span < size), mask=span < size)
 
 
-@triton.jit(do_not_specialize=["others"])
+@kernel(do_not_specialize=["others"])
 def _copy_kernel(others, table, BLOCK: tl.constexpr):
     """Each program executes one row of the table (`_Row`)."""
     row = table + tl.program_id(0) * 6
@@ -144,7 +145,21 @@ def _launch_by_triton(table: Tensor, arity: int, copies: Copies, others: Sequenc
     """A launch by Triton's own launcher. It keeps the copies alive, whose addresses are in the table."""
     # Tensors that no row names may have any address.
     addresses = [x.data_ptr() for x in others] + [table.data_ptr()] * (arity - len(others))
-    _copy_kernel[(len(table),)](tuple(addresses), table, _BLOCK, num_warps=_WARPS)
+    _copy_kernel.jit[(len(table),)](tuple(addresses), table, _BLOCK, num_warps=_WARPS)
+
+
+def ask_for_kernels(device: torch.device, count: int) -> None:
+    """Ask for the kernels that copy up to so many tensors, inside `weft.ops.kernel_triton.compiling()`."""
+    for before, arity in zip((0, *ARITIES), ARITIES, strict=False):
+        if before < max(count, 1):
+            _copy_nothing(_copy_kernel, device, arity)
+
+
+def _copy_nothing(kernel: Any, device: torch.device, arity: int) -> Any:
+    no_bytes = torch.zeros(1, 6, dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        # An odd address, so that the kernel is not specialised to multiples of 16.
+        return kernel[(1,)]((2**40 + 1,) * arity, no_bytes, _BLOCK, num_warps=_WARPS)
 
 
 @functools.cache
@@ -154,10 +169,7 @@ def kernel_handle(device: torch.device, arity: int) -> int | None:
     This relies on two things beyond Triton's public launch: the launch returns the compiled kernel, with the driver's
     handle as `function`, and the kernel's parameters are the arguments in order.
     """
-    no_bytes = torch.zeros(1, 6, dtype=torch.int64, device=device)
-    with torch.cuda.device(device):
-        # An odd address, so that the kernel is not specialised to multiples of 16.
-        compiled = _copy_kernel[(1,)]((2**40 + 1,) * arity, no_bytes, _BLOCK, num_warps=_WARPS)
+    compiled = _copy_nothing(_copy_kernel.jit, device, arity)
     handle = getattr(compiled, "function", None)
     plain = getattr(getattr(compiled, "metadata", None), "shared", None) == 0
     return handle if isinstance(handle, int) and plain and driver() is not None else None

@@ -23,8 +23,6 @@ from weft.ops.products.gated_many_triton import swiglu_many, takes
 from weft.ops.tiles.linear import gated_many_tile, gated_tile, linear_tile, one_part_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
 
-_MANY_TOKENS = 8192
-"""The tokens of a large step, unless it is asked to have more."""
 _WIDE = Tile(64, 64, 32, 4, 2)
 """The tile of batch-invariant products in float32."""
 _GROUP = 8
@@ -121,14 +119,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batc
 def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor:
     """`weft::swiglu`."""
     may_differ = not batch_invariant and x.itemsize == 2
-    # Kernels are asked for with the tokens of graphs. Steps without one have more, and take the same kernel for any
-    # number of them; where it is faster from more than 8,192 tokens on, the first such step compiles it.
-    tokens = max(x.shape[0], _MANY_TOKENS) if x.shape[0] and is_asking() else x.shape[0]
-    many = gated_many_tile(tokens, *weight.shape) if may_differ and tokens else None
+    many = gated_many_tile(x.shape[0], *weight.shape) if may_differ and len(x) else None
     if many is not None and takes(x, weight):
-        made = swiglu_many(x, weight, bias, many)
-        if tokens == x.shape[0]:
-            return made
+        return swiglu_many(x, weight, bias, many)
     tile = gated_tile(x.shape[0], *weight.shape) if may_differ else None
     if tile is None:
         return silu_mul(linear(x, weight, bias, 0, batch_invariant), x.dtype)

@@ -15,7 +15,7 @@ from weft.ops.tiles.candidates import candidates
 from weft.ops.tiles.formula import COPY_SECONDS, gate_seconds, gated_many_seconds
 from weft.ops.tiles.gpus import MEASURED, device
 from weft.ops.tiles.model import model
-from weft.ops.tiles.tile import FEW_TOKENS, Tile, cdiv, power_of_two, segment_columns
+from weft.ops.tiles.tile import FEW_TOKENS, MANY_TOKENS, Tile, cdiv, power_of_two, segment_columns
 
 _RESIDENT = 2**24
 """Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of other kernels."""
@@ -77,6 +77,7 @@ def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
 def gated_many_tile(tokens: int, rows: int, columns: int) -> Tile | None:
     """The tile of many tokens' product in 16 bits that ends with a gate; None: `gated_tile` has what takes less."""
     gpu = device()
+    tokens = _rounded(tokens) if tokens > MANY_TOKENS else tokens
     seconds = gated_many_seconds(tokens, rows, columns, GATED_MANY, gpu or MEASURED)
     if gpu is None or seconds < _MANY_SECONDS:
         return None
@@ -103,7 +104,10 @@ def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
 
 
 def _rounded(tokens: int) -> int:
-    """The number of tokens that stands for others: one, and multiples of 16, of 64 from 128 on, of 256 from 1024 on."""
+    """The number of tokens that stands for others: one; multiples of 16, of 64 from 128 on, of 256 from 1024 on; and
+    beyond `MANY_TOKENS` powers of two, for which kernels are compiled ahead of steps without a graph."""
+    if tokens > MANY_TOKENS:
+        return power_of_two(tokens)
     step = 16 if tokens <= 128 else 64 if tokens <= 1024 else 256
     return cdiv(max(tokens, 1), step) * step if tokens > 1 else 1
 

@@ -38,6 +38,10 @@ class Tile:
     ahead: int = 0
 
 
+MANY_TOKENS = 2048
+"""Up to so many tokens a number stands for few others when tiles are chosen, and beyond it up to a power of two."""
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n.
 

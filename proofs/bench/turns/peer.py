@@ -108,9 +108,7 @@ def main() -> None:
     for answer, asked in turns(folder, "vllm"):
         count, length, most = asked["num_requests"], asked["input_len"], asked["output_len"]
         prompts = [prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for _ in range(count)]
-        wanted = vllm.SamplingParams(
-            max_tokens=most, min_tokens=most, ignore_eos=True, temperature=1.0, detokenize=False
-        )
+        wanted = vllm.SamplingParams(max_tokens=most, ignore_eos=True, temperature=1.0, detokenize=False)
         start = time.perf_counter()
         done = llm.generate(prompts, wanted, use_tqdm=False)
         seconds = time.perf_counter() - start

@@ -6,7 +6,6 @@ on the tensor cores is waited for before the next one begins."""
 import itertools
 import re
 import subprocess
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,26 +180,6 @@ class Recorder:
             self.seen.append(bool(given[self.name]))
 
         return launch
-
-
-@pytest.mark.parametrize("is_asking", [False, True])
-def test_kernels_for_few_tokens_are_asked_for_with_those_for_many(
-    monkeypatch: pytest.MonkeyPatch, is_asking: bool
-) -> None:
-    from weft.ops.products import linear_triton
-
-    called: list[tuple[str, int]] = []
-    for name in ("swiglu_many", "run_tile", "silu_mul", "linear"):
-        add = partial(lambda name, x, *_, **__: called.append((name, len(x))) or x, name)
-        monkeypatch.setattr(linear_triton, name, add)
-    monkeypatch.setattr(linear_triton, "is_asking", lambda: is_asking)
-    few, many = (torch.zeros(tokens, 2048, dtype=torch.bfloat16) for tokens in (4, 8192))
-    large, small = torch.zeros(16384, 2048, dtype=torch.bfloat16), torch.zeros(128, 2048, dtype=torch.bfloat16)
-    for x, weight in ((few, large), (many, large), (few, small)):
-        linear_triton.swiglu(x, weight, None)
-    first = [("swiglu_many", 4)] if is_asking else []
-    assert [*called][: len(first) + 2] == [*first, ("run_tile", 4), ("swiglu_many", 8192)]
-    assert [name for name, _ in called].count("swiglu_many") == len(first) + 1
 
 
 @pytest.mark.parametrize("tokens", [1, 17])

@@ -9,6 +9,7 @@ import torch
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.ops.attention.backends import BACKENDS
+from weft.ops.tiles.linear import gated_many_tile, linear_tile
 from weft.proofs.checks.difference import assert_equal
 from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
@@ -20,6 +21,7 @@ from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.stats import Stats
 from weft.transforms.engine.steps import step
 from weft.transforms.engine.steps.executor import Classes
+from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import MODES, Limits, make_ladder
 
 LADDERS = {mode: make_ladder(mode, Limits(5, 64)) for mode in MODES}
@@ -36,7 +38,9 @@ def test_a_step_runs_under_the_class_of_the_default_mode(mode: str, query_lens: 
     uniform = [BatchDescriptor.uniform(n, q) for n in range(1, 8) for q in query_lens]
     for own in [*uniform, *(BatchDescriptor(t, min(t, 2)) for t in range(1, 70))]:
         if query_lens == (1,) or mode not in ("full", "piecewise") or not own.is_uniform:
-            assert classes.of(own).descriptor == graphs.of(own).descriptor
+            wanted = graphs.of(own)
+            large = wanted.mode == "none"
+            assert classes.of(own).descriptor == (BatchDescriptor(own.num_tokens, 7) if large else wanted.descriptor)
         assert mode != "none" or classes.of(own).mode == "none"
         assert mode != "full_decode_only" or classes.of(own).mode == ("full" if own.is_uniform else "none")
 
@@ -50,8 +54,35 @@ def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
     assert_equal("a batch", classes.unpad(padded, own).rows, batch.rows)
     assert classes.pad(padded) is padded
     assert Classes(LADDERS["piecewise"]).pad(batch) is batch  # its graph pads it
-    assert classes.pad(large := Batch.ragged(rows=[0], token_ids=[[1] * 65])) is large
+    large = Batch.ragged(rows=[2, 0], token_ids=[[1] * 64, [2]])
+    padded = classes.pad(large)
+    assert padded.descriptor == BatchDescriptor(65, 5), "more tokens than any class has"
+    assert padded.rows.tolist() == [2, 0, -1, -1, -1]
+    assert_equal("a batch", classes.unpad(padded, large.descriptor).rows, large.rows)
+    assert classes.pad(uniform := Batch.decode(range(65))) is uniform
     assert classes.unpad(None, own) is None
+
+
+@pytest.mark.parametrize("most", [2048, 3000, 8192])
+@pytest.mark.parametrize("mode", ["full_and_piecewise", "full_decode_only"])
+def test_steps_without_a_graph_take_kernels_of_classes_that_are_compiled_ahead(mode: str, most: int) -> None:
+    eager = make_ladder("full_and_piecewise", Limits(128, 2048))
+    classes = Classes(make_ladder(mode, Limits(128, 2048)), eager, most)
+    ahead = {(one.num_tokens, one.num_reqs) for one in classes.without_graph}
+    assert {size for size in ahead if size[0] > 2048} == {
+        (size, 128) for size in {min(4096, most), most} if size > 2048
+    }
+    assert ahead >= {(one.num_tokens, one.num_reqs) for one in eager.piecewise} or mode == "full_and_piecewise"
+    for tokens in range(1, most + 1, 97):
+        found = classes.of(BatchDescriptor(tokens, min(tokens, 3)))
+        if found.mode == "none":
+            own = found.descriptor.num_tokens, found.descriptor.num_reqs
+            alike = {size for size in ahead if size == own or (size[0] >= 2048 and size[1] == own[1])}
+            choices = [linear_tile(own[0], 128, 2048, False), gated_many_tile(own[0], 16384, 2048)]
+            assert any(
+                choices == [linear_tile(size, 128, 2048, False), gated_many_tile(size, 16384, 2048)]
+                for size, _ in alike
+            )
 
 
 def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +108,12 @@ def completions(engine: Engine) -> Said:
     return {id: (track.token_ids, track.logprobs, track.prompt_logprobs) for id, track in tracks.items()}
 
 
-def say(model: Model, graph: str, **options: Any) -> tuple[Said, Stats]:
+def say(model: Model, graph: str, warm_up: bool = False, **options: Any) -> tuple[Said, Stats]:
     """The completions of requests with prompts of 1 to 19 tokens, in steps of at most 40."""
     limits = EngineLimits(max_num_reqs=8, max_model_len=64, max_num_tokens=40)
     engine = Engine(model, limits, graph=graph, seed=0, num_logprobs=1, **options)
+    if warm_up:
+        engine.warm_up()
     for index in range(7):
         sampling = SamplingParams(temperature=0.8, ignore_eos=True, logprobs=1, prompt_logprobs=1)
         engine.add([3 + i % 11 for i in range(1 + 3 * index)], sampling, max_tokens=5 + index)
@@ -98,6 +131,46 @@ def test_an_engine_says_the_same_in_the_same_classes(mode: str, options: dict[st
     assert graphs.modes.get("none", 0) == 0
     assert counts.modes["none"] > 0
     assert 0 < counts.padding == graphs.padding
+
+
+@pytest.mark.usefixtures("padded_as_on_a_gpu")
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str)
+def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
+    monkeypatch.setattr(step, "_MOST_CAPTURED", 8)
+    ran, rehearse = list[str](), Graphified.rehearse
+    monkeypatch.setattr(
+        Graphified, "rehearse", lambda self, *args: ran.append(str(args[2].descriptor)) or rehearse(self, *args)
+    )
+    wanted, _ = say(model, "full_decode_only", **options)
+    assert not ran
+    found, _ = say(model, "full_decode_only", warm_up=True, **options)
+    assert found == wanted
+    count = 4 if "pipeline" in options else 8
+    assert {f"ragged {size} tokens, {count} reqs" for size in (16, 32, 40)} <= {*ran}
+
+
+@pytest.mark.usefixtures("padded_as_on_a_gpu")
+def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
+    wanted, _ = say(model, "full_and_piecewise")
+    monkeypatch.setattr(step, "_MOST_CAPTURED", 8)
+    padded, classes = list[int](), Classes.pad
+
+    def pad(self: Classes, batch: Batch) -> Batch:
+        large = batch.descriptor.num_tokens > 8
+        batch = classes(self, batch)
+        padded.extend([batch.descriptor.num_reqs] * large)
+        return batch
+
+    monkeypatch.setattr(Classes, "pad", pad)
+    found, counts = say(model, "full_and_piecewise")
+    assert {id: tokens for id, (tokens, _, _) in found.items()} == {id: tokens for id, (tokens, _, _) in wanted.items()}
+    assert set(padded) == {8}
+    assert counts.modes["none"] == len(padded)
+    assert counts.padding < 40
 
 
 def test_on_a_cpu_no_step_without_a_graph_is_padded() -> None:

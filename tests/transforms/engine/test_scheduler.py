@@ -1,5 +1,6 @@
 """The scheduler without a device, called in any order: its books are always right, and nothing is left at the end."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -32,11 +33,22 @@ def request(
 
 def check_time(work: Work, time: StepTime, page_size: int) -> None:
     """A step with prompts keeps within its limit, or has a single chunk of at most a page."""
-    took = time.fixed
+    pairs, reads, chunks = 0, 0, []
     for ids, start in zip(work.token_ids, work.starts, strict=True):
-        took += time.per_token * len(ids) + time.per_pair * sum(start + place + 1 for place in range(len(ids)))
-    chunks = [ids for ids in work.token_ids if ids != (LAST_TOKEN,)]
+        if ids == (LAST_TOKEN,):
+            reads += start
+        else:
+            chunks.append(ids)
+            pairs += sum(start + place + 1 for place in range(len(ids)))
+    took = time.seconds(sum(map(len, work.token_ids)), pairs, reads)
     assert took <= time.limit or (len(chunks) == 1 and len(chunks[0]) <= page_size)
+
+
+def times(limit: int, tokens: int, seconds: int) -> st.SearchStrategy[StepTime]:
+    """Limits, and what steps take, in whole numbers of seconds and of some tokens at a time."""
+    points = st.lists(st.tuples(st.integers(1, tokens), st.integers(0, seconds)), min_size=1, max_size=3)
+    curve = points.map(lambda own: tuple(zip(*map(itertools.accumulate, zip(*own, strict=True)), strict=True)))
+    return st.builds(StepTime, st.integers(1, limit), curve, st.integers(0, 2), st.integers(0, 1))
 
 
 class HostMachine(RuleBasedStateMachine):
@@ -53,8 +65,7 @@ class HostMachine(RuleBasedStateMachine):
         pages=st.integers(4, 9),
         mixed=st.booleans(),
         query_lens=st.sampled_from(((1,), (1, 2), (1, 3, 5))),
-        time=st.none()
-        | st.builds(StepTime, st.integers(1, 40), st.integers(0, 9), st.integers(0, 2), st.integers(0, 2)),
+        time=st.none() | times(40, 5, 9),
     )
     def begin(
         self,
@@ -270,11 +281,12 @@ def test_chunks_are_the_prompts(budget: int) -> None:
 
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=6),
-    st.builds(StepTime, st.integers(1, 400), st.integers(0, 20), st.integers(0, 3), st.integers(0, 1)),
+    times(400, 20, 60),
     st.booleans(),
 )
-@example([60, 60], StepTime(200, 0, 0, 1), True)
-@example([8, 9, 30, 60], StepTime(24, 0, 1, 0), True)
+@example([60, 60], StepTime(200, ((1, 0),), 1), True)
+@example([8, 9, 30, 60], StepTime(24, ((1, 1), (2, 2))), True)
+@example([30, 60], StepTime(40, ((1, 1), (2, 2)), 0, 1), True)
 def test_steps_with_prompts_keep_within_their_time(lengths: list[int], time: StepTime, mixed: bool) -> None:
     prompts = {str(row): tuple(range(100 * row, 100 * row + length)) for row, length in enumerate(lengths)}
     seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())

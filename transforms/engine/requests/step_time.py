@@ -1,89 +1,90 @@
-"""The seconds that a step takes, by a line through measured ones, and the prompt tokens that fit into a limit."""
+"""The seconds that a step takes, between measured ones, and the prompt tokens that fit into a limit."""
 
+import bisect
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
-import torch
 
-_NO_LIMIT = 2**31
-_FORMS = [form for size in (3, 2, 1) for form in itertools.combinations(range(3), size)]
-"""The coefficients that may be other than zero."""
+Step = tuple[Sequence[int], float]
+"""The lengths of a step's prompts, and the seconds that it took."""
 
 
 @attrs.frozen
 class StepTime:
-    """A limit on steps with prompts, and what a step takes: `fixed + per_token * tokens + per_pair * pairs` seconds. A
-    pair is a token and one that it attends to, itself included.
+    """A limit on steps with prompts, and what a step takes: a number of seconds for its tokens, between the measured
+    ones by straight lines, and one for each pair of a prompt's token and one that it attends to, itself included.
 
     Args:
         limit: the most seconds of a step with prompts.
+        measured: (tokens, seconds), tokens rising and seconds never falling. Fewer tokens take as long as the fewest;
+            beyond the most the last line goes on.
+        per_pair: seconds for each pair.
+        per_read: seconds for each token that a decode attends to.
     """
 
     limit: float
-    fixed: float
-    per_token: float
-    per_pair: float
+    measured: tuple[tuple[int, float], ...]
+    per_pair: float = 0.0
+    per_read: float = 0.0
 
-    @property
-    def room(self) -> float:
-        """The seconds that a step has for its tokens."""
-        return self.limit - self.fixed
+    def seconds(self, tokens: int, pairs: float = 0.0, reads: int = 0) -> float:
+        """The seconds of a step with so many tokens of prompts and decodes, pairs of its prompts, and reads of its
+        decodes.
 
-    def seconds(self, tokens: int, context: int) -> float:
-        """The seconds that so many tokens of a request add to a step, after the `context` that were computed before."""
-        return self.per_token * tokens + self.per_pair * pairs(tokens, context)
-
-    def most_tokens(self, seconds: float, context: int) -> int:
-        """The most tokens of such a request that take no longer than this.
-
-        >>> StepTime(limit=0.05, fixed=0.01, per_token=1e-5, per_pair=0.0).most_tokens(0.02, context=100)
-        2000
+        >>> StepTime(1.0, ((100, 0.01), (300, 0.03)), per_pair=1e-6).seconds(150, pairs=1000)
+        0.016
         """
-        if seconds <= 0:
-            return 0
-        linear = self.per_token + self.per_pair * (context + 0.5)
-        root = linear + math.sqrt(linear * linear + 2 * self.per_pair * seconds)
-        if root * _NO_LIMIT <= 2 * seconds:
-            return _NO_LIMIT
-        count = round(2 * seconds / root)
-        return count if self.seconds(count, context) <= seconds else count - 1
+        last = len(self.measured) - 1
+        place = min(bisect.bisect_left(self.measured, tokens, key=lambda one: one[0]), last)
+        (more, later) = self.measured[place]
+        (fewer, sooner) = self.measured[place - 1] if place else (0, later)
+        share = (tokens - fewer) / (more - fewer)
+        return sooner + share * (later - sooner) + self.per_pair * pairs + self.per_read * reads
+
+    def most_tokens(self, wanted: int, context: int, tokens: int, pairs: float, reads: int) -> int:
+        """The most tokens of a prompt, at most `wanted`, that a step with these takes in within the limit; `context` of
+        the prompt were computed before.
+
+        >>> StepTime(0.02, ((100, 0.01), (300, 0.03))).most_tokens(500, context=0, tokens=50, pairs=0, reads=0)
+        150
+        """
+
+        def exceeds(count: int) -> bool:
+            return self.seconds(tokens + count, pairs + pairs_of(count, context), reads) > self.limit
+
+        return bisect.bisect_left(range(1, wanted + 1), True, key=exceeds)
 
 
-def pairs(tokens: int, context: int) -> float:
-    """The pairs of so many more tokens of a request."""
+def pairs_of(tokens: int, context: int) -> float:
+    """The pairs of so many more tokens of a prompt, each with those before it and itself."""
     return tokens * (context + (tokens + 1) / 2)
 
 
-def fit(steps: Iterable[tuple[int, float]], limit: float) -> StepTime:
-    """The line with the least squares of relative errors, none of whose coefficients is negative.
+def step_time(limit: float, steps: Sequence[Step], long: Sequence[Step], decodes: tuple[float, float]) -> StepTime:
+    """What steps take, by measured ones.
 
     Args:
-        steps: the tokens of a step with one prompt, from its start, and the seconds that it took.
         limit: of the result.
+        steps: of rising numbers of tokens.
+        long: a step of many prompts, and one of as many tokens in fewer, longer prompts.
+        decodes: the seconds of a step of decodes after prompts of one token, and of as many after the long prompts.
 
-    >>> fit([(1, 0.0101), (100, 0.02), (400, 0.05)], limit=0.1).most_tokens(0.03005, context=0)
-    300
+    >>> steps = ([1] * 32, 0.01), ([1] * 64, 0.0102)
+    >>> found = step_time(0.1, steps, (steps[1], ([64], 0.01222)), (0.004, 0.0103))
+    >>> f"{found.seconds(48):.4f} {found.seconds(64, pairs_of(64, 0)):.4f} {found.per_read:.0e}"
+    '0.0101 0.0122 1e-04'
     """
-    found = [*steps]
-    sizes = [(1.0, float(tokens), pairs(tokens, 0)) for tokens, _ in found]
-    rows = [[x / seconds for x in row] for row, (_, seconds) in zip(sizes, found, strict=True)]
-    matrix = torch.tensor(rows, dtype=torch.float64)
-    return StepTime(limit, *min((_solution(matrix, form) for form in _FORMS), key=lambda own: _error(matrix, own)))
+    tokens, pairs, seconds = zip(*((sum(own), _pairs(own), took) for own, took in steps), strict=True)
+    (many, sooner), (few, later) = long
+    more, reads = _pairs(few) - _pairs(many), sum(few) - len(few)
+    per_pair = max(0.0, (later - sooner) / more) if more > 0 else 0.0
+    without = itertools.accumulate(
+        (max(0.0, took - per_pair * own) for took, own in zip(seconds, pairs, strict=True)), max
+    )
+    per_read = max(0.0, (decodes[1] - decodes[0]) / reads) if reads > 0 else 0.0
+    return StepTime(limit, tuple(zip(tokens, without, strict=True)), per_pair, per_read)
 
 
-def _solution(matrix: torch.Tensor, form: Sequence[int]) -> list[float]:
-    """The least squares for these coefficients alone; all zeros if one of them would be negative."""
-    scale = matrix[:, form].norm(dim=0)
-    ones = torch.ones(len(matrix), 1, dtype=torch.float64)
-    own = torch.linalg.lstsq(matrix[:, form] / scale, ones, driver="gelsd").solution[:, 0] / scale
-    found = [0.0] * 3
-    if bool((own >= 0).all()):
-        for place, value in zip(form, own.tolist(), strict=True):
-            found[place] = value
-    return found
-
-
-def _error(matrix: torch.Tensor, own: Sequence[float]) -> float:
-    return float((matrix @ torch.tensor(own, dtype=torch.float64) - 1).square().sum())
+def _pairs(lengths: Sequence[int]) -> float:
+    return sum(pairs_of(length, 0) for length in lengths)

@@ -2,7 +2,7 @@
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,12 +12,13 @@ import torch
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import EngineError
-from weft.padding import pad, unpad
+from weft.padding import inert, pad, unpad
 from weft.transforms.engine.steps.results import FinishedWork
 from weft.transforms.engine.steps.step import DeviceWork, Edits, Work, apply_edits
-from weft.transforms.graphs.dispatch import Decision, dispatch
+from weft.transforms.graphs.dispatch import Decision, dispatch, excess
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import Ladder
+from weft.transforms.graphs.lower import compiling_at_once
 from weft.transforms.graphs.memory import MemoryEstimate
 from weft.transforms.pipelines.microbatch import class_text
 from weft.transforms.pipelines.pipeline import Pipelined
@@ -39,11 +40,14 @@ class Classes:
 
     Args:
         captured: those of graphs, which pad by themselves.
-        eager: those to which other steps are padded (`eager_ladder`). A step that none of them covers is not padded.
+        eager: those to which other steps are padded (`eager_ladder`). A step of more tokens than any of them has is
+            padded to the most requests of one alone, whose kernels, of the head and of sampling, are compiled.
+        max_num_tokens: the most tokens of a step.
     """
 
     captured: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
     eager: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
+    max_num_tokens: int = 0
     _decisions: dict[BatchDescriptor, Decision[BatchDescriptor]] = attrs.field(factory=dict, init=False)
 
     def of(self, own: BatchDescriptor) -> Decision[BatchDescriptor]:
@@ -52,11 +56,28 @@ class Classes:
             found = dispatch(own, self.captured)
             if found.mode == "none":
                 eager = dispatch(own, self.eager)
-                found = attrs.evolve(found, descriptor=eager.descriptor, padding=eager.padding)
+                chosen = self._of_most_requests(own) if eager.mode == "none" else eager.descriptor
+                padding = tuple((name, more) for name, more in excess(chosen, own).items() if more)
+                found = attrs.evolve(found, descriptor=chosen, padding=padding)
             if len(self._decisions) >= _MAX_DECISIONS:
                 self._decisions.clear()
             self._decisions[own] = found
         return found
+
+    @property
+    def without_graph(self) -> list[BatchDescriptor]:
+        """Classes of padded steps without a graph that have all of their kernels. Of more tokens than any class has,
+        these are the numbers that stand for others when tiles are chosen."""
+        largest = {one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform}.values()
+        powers = (2**power for power in range(self.max_num_tokens.bit_length() + 1))
+        sizes = [min(size, self.max_num_tokens) for size in powers if size < 2 * self.max_num_tokens]
+        more = [attrs.evolve(one, num_tokens=size) for one in largest for size in sizes if size > one.num_tokens]
+        return [one for one in (*self.eager, *map(self._of_most_requests, more)) if self.of(one).mode == "none"]
+
+    def _of_most_requests(self, own: BatchDescriptor) -> BatchDescriptor:
+        """The class of as many tokens, and of the most requests of a step."""
+        most = max((one.num_reqs for one in self.eager), default=0)
+        return own if own.is_uniform else attrs.evolve(own, num_reqs=max(own.num_reqs, most))
 
     def pad(self, batch: Batch) -> Batch:
         """Pad the batch of a step without a graph."""
@@ -145,22 +166,35 @@ def _with_edits(made: Submission, edits: Edits) -> Submission:
 
 @torch.no_grad()
 def capture_all(executor: Executor) -> None:
-    """Compile the kernels of an executor's functions, and capture their ladders."""
+    """Compile the kernels of an executor's functions, capture their ladders, and run once what has no graph."""
     with executor.placed():
+        _compile_ahead(executor)
         for graph, example in executor.examples():
-            graph.compile_ahead(*example)
             graph.capture(*example)
+        for graph, example in _without_graph(executor):
+            graph.rehearse(*example)
 
 
 @torch.no_grad()
 def estimate_all(executor: Executor) -> list[MemoryEstimate]:
     """Compile the kernels of an executor's functions, and estimate the memory of their graphs."""
-    estimates = []
     with executor.placed():
-        for graph, example in executor.examples():
+        _compile_ahead(executor)
+        return [graph.memory_estimate(*example) for graph, example in executor.examples()]
+
+
+def _compile_ahead(executor: Executor) -> None:
+    """Compile the kernels of graphs, and of steps without a graph, all at once."""
+    with compiling_at_once():
+        for graph, example in (*executor.examples(), *_without_graph(executor)):
             graph.compile_ahead(*example)
-            estimates.append(graph.memory_estimate(*example))
-    return estimates
+
+
+def _without_graph(executor: Executor) -> Iterator[Example]:
+    """Each graphified function, with padding of each class that has no graph."""
+    for graph, (params, state, *copied) in executor.examples():
+        for descriptor in executor.classes.without_graph:
+            yield graph, (params, state, *inert(copied, descriptor))
 
 
 class StepExecutor:
