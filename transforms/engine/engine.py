@@ -119,7 +119,7 @@ class Engine:
             assert_same_engines(self.transport.assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
         if limits.max_step_seconds is not None:
             self.warm_up()
-            self.limits = limit_steps(self, limits.max_step_seconds)
+            self.limits = limit_steps(self, limits.max_step_seconds, self._executor.classes.captured_tokens)
             self._counts, self._num_added = Counts(self._executor.classes), 0  # as if nothing had been served
 
     def __repr__(self) -> str:

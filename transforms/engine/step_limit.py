@@ -38,14 +38,20 @@ class _Engine(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-def limit_steps(engine: _Engine, seconds: float) -> ResolvedLimits:
+def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimits:
     """The limits of an idle engine, with a time for its steps, measured by prompts alone and decodes alone.
+
+    Args:
+        engine: has served nothing.
+        seconds: the limit.
+        captured: the most tokens of a step with prompts that has a graph. A token more may take longer: a step's
+            launches then take the host's time.
 
     Raises:
         RequestError: a step of one page of tokens takes as long as that.
     """
     limits, page = engine.limits, engine.limits.page_size
-    sizes, many, few = prompt_lengths(limits, engine.model.config.max_position_embeddings)
+    sizes, many, few = prompt_lengths(limits, engine.model.config.max_position_embeddings, captured)
     ones = [1] * len(few)
     own = [_step_seconds(engine, lengths) for lengths in (*sizes, many, few)]
     own += [_decode_seconds(engine, lengths) for lengths in (ones, few)]
@@ -58,9 +64,11 @@ def limit_steps(engine: _Engine, seconds: float) -> ResolvedLimits:
     return attrs.evolve(limits, budget=attrs.evolve(limits.budget, step_time=found))
 
 
-def prompt_lengths(limits: ResolvedLimits, max_positions: int) -> tuple[list[list[int]], list[int], list[int]]:
-    """The lengths of the prompts of each step that is measured: for several numbers of tokens as few as hold them; and
-    for one number many of them, and a few of the greatest length."""
+def prompt_lengths(
+    limits: ResolvedLimits, max_positions: int, captured: int
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """The lengths of the prompts of each step that is measured: for several numbers of tokens as few as hold them, with
+    the most that a graph has and one more; and for one number many of them, and a few of the greatest length."""
     budget, page = limits.budget, limits.page_size
     room = min(min(budget.max_pages, limits.num_pages) * page, max_positions) - 1 - _DECODES
     longest = max(1, min(budget.max_num_tokens, room))
@@ -69,7 +77,8 @@ def prompt_lengths(limits: ResolvedLimits, max_positions: int) -> tuple[list[lis
     count = max(1, min(budget.cohort_size, pages // -(-(longest + 1 + _DECODES) // page)) // 2)
     most = min(budget.max_num_tokens, count * longest)
     few = [longest] * max(1, min(most // longest, count // _FEWER))
-    tokens = sorted({min(most, max(budget.cohort_size, most // share)) for share in _SHARES})
+    wanted = *(most // share for share in _SHARES), *((captured, captured + 1) if captured else ())
+    tokens = sorted({min(most, max(budget.cohort_size, size)) for size in wanted})
     many = _split(sum(few), min(_FEWER * len(few), count, sum(few)))
     return [_split(size, -(-size // longest)) for size in tokens], many, few
 

@@ -7,10 +7,11 @@ times as fast weft is.
     python -m weft.proofs.bench.turns --against ../weft-of-last-month --models qwen3-0.6b --out FOLDER
 
 A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload in turn, `--rounds`
-times after a first pass. weft starts first, and vLLM may then use 7/6 of the memory that weft has at its peak, and 6
-GB. Weights of both are random and of one distribution, which flatters the routing of experts; the temperature is 1, and
-no completion ends early. vLLM has its defaults but for the arguments and variables that the record names. An older weft
-is a checkout from 2026-11-24 on; give both memory enough, since an engine takes fewer pages where there is less.
+times after a first pass; weft is first in every other round. weft starts first, and vLLM may then use 7/6 of the memory
+that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
+experts; the temperature is 1, and no completion ends early. vLLM has its defaults but for the arguments and variables
+that the record names. An older weft is a checkout from 2026-11-24 on; give both memory enough, since an engine takes
+fewer pages where there is less.
 """
 
 import argparse
@@ -179,7 +180,9 @@ def compare(name: str, given: argparse.Namespace) -> dict[str, Any]:
             chosen["arguments"]["model"] = name  # the folder is gone afterwards
             chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
         rows = list[dict[str, Any]]()
-        turns = list(itertools.product(range(given.rounds + 1), workloads, (weft, peer)))
+        orders = (weft, peer), (peer, weft)  # each first in every other round
+        repeats = itertools.product(range(given.rounds + 1), workloads)
+        turns = [(repeat, workload, engine) for repeat, workload in repeats for engine in orders[repeat % 2]]
         visible = given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         with watched(visible.split(",")[0]) as samples:
             for repeat, workload, engine in tqdm(turns, desc=name, unit="turn", disable=None):

@@ -156,16 +156,18 @@ def test_steps_are_measured() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
-def test_each_measured_step_has_all_of_its_prompts(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
+def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str, Any]) -> None:
     limits = EngineLimits(max_num_reqs=12, max_model_len=100, max_num_tokens=400, max_step_seconds=60.0)
-    with _noted() as works:
-        engine = Engine(load(DEMO, "cpu"), limits, graph="none", **options)
-    budget = engine.limits.budget
+    with mock.patch("weft.transforms.engine.steps.step._MOST_CAPTURED", 64), _noted() as works:
+        engine = Engine(load(DEMO, "cpu"), limits, graph=graph, **options)
+    budget, captured = engine.limits.budget, 0 if graph == "none" else 64
     counts = Counter(tuple(map(len, work.token_ids)) for work in works if work.token_ids)
-    sizes, many, few = prompt_lengths(engine.limits, 512)
+    sizes, many, few = prompt_lengths(engine.limits, 512, captured)
     measured = Counter(map(tuple, [*sizes, many, few] * 6 + [few, [1] * len(few)]))
     assert counts == {lengths: budget.num_cohorts * times for lengths, times in measured.items()}
-    assert [*map(sum, sizes)] == ([9, 19, 38, 77, 154, 309] if options else [12, 25, 50, 100, 200, 400])
+    own = {9, 19, 38, 77, 154, 309} if options else {12, 25, 50, 100, 200, 400}
+    assert [*map(sum, sizes)] == sorted(own | ({64, 65} if captured else set()))
     assert few == [103] * max(1, budget.cohort_size // 8)
     assert (sum(many), len(many)) == (sum(few), min(4, budget.cohort_size // 2))
     decodes = [work for work in works if not work.token_ids]

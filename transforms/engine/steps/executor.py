@@ -65,6 +65,11 @@ class Classes:
         return found
 
     @property
+    def captured_tokens(self) -> int:
+        """The most tokens of a step with prompts that has a graph."""
+        return max((one.num_tokens for one in self.captured if not one.is_uniform), default=0)
+
+    @property
     def without_graph(self) -> list[BatchDescriptor]:
         """Classes of padded steps without a graph that have all of their kernels. Of more tokens than any class has,
         these are the numbers that stand for others when tiles are chosen."""
