@@ -366,6 +366,7 @@ LAWS = (
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
+    Law("L18", "steps keep their time", lambda data, _: laws.served_in_turn(data.draw(strategies.timed_traces()))),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
     Law("L20", "bits are of the request alone", _same_bits, weight=0.5),
     Law("L21", "own stages serve as alone", _own_stages, weight=0.5),

@@ -199,6 +199,22 @@ def _pages_are_kept(host: HostState) -> HostState:
     return host
 
 
+def _no_pairs(tokens: int, context: int) -> float:
+    return 0.0
+
+
+class _WithoutDecodes(scheduler._Room):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._taken = self._reads = 0
+
+
+class _OfEachChunk(scheduler._Room):
+    def take(self, *args: Any) -> int:
+        self._taken, self._pairs = 0, 0.0
+        return super().take(*args)
+
+
 class _AllLeft(RequestMask):
     """Forgets the tokens that the request's parameters forbid."""
 
@@ -243,7 +259,8 @@ def _blames_value_errors_alone(call: str, instead: str) -> Iterator[None]:
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
 _ADAPTED, _EMBEDDED, _MASKS = find("L11", "adapters"), find("L11", "embeddings"), find("L11", "masks")
 _FAULTS = find("L11", "faults")
-_PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
+_PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18", "turn"), find("L19")
+_TIME = find("L18", "time")
 _VERSIONS, _CHANGED = find("L23", "pages"), find("L23", "changed")
 _ON_ENGINE, _OUTPUTS = "weft.transforms.engine.engine", "weft.transforms.engine.outputs"
 _LOADS = "weft.proofs.strategies.engine.engines"
@@ -291,6 +308,13 @@ SERVING = (
         replace("weft.transforms.engine.requests.masks", "blamed", _blames_value_errors_alone),
     ),
     Mutant("the last request is admitted first", _TURN, _latest_first),
+    Mutant(
+        "what a prompt's tokens attend to is left out of a step's time",
+        _TIME,
+        replace(_SCHEDULER, "pairs_of", _no_pairs),
+    ),
+    Mutant("decodes are left out of a step's time", _TIME, replace(_SCHEDULER, "_Room", _WithoutDecodes)),
+    Mutant("a step's time is its last chunk's", _TIME, replace(_SCHEDULER, "_Room", _OfEachChunk)),
     Mutant("the first request is preempted", _TURN, replace(_SCHEDULER, "_preempt_for", _makes_room_from_the_first)),
     Mutant("a page is known without the parameters' version", _VERSIONS, replace(_REQUESTS, "salt", _without_version)),
     Mutant(

@@ -11,6 +11,7 @@
 | `mappings()` | a random function `(params, x) -> y` that can be differentiated and mapped |
 | `stage_lists()` | functions that fit together as stages of a pipeline |
 | `scenarios()` | a small random model, and batches in an order that its state can serve |
+| `step_times(max_limit)`, `timed_traces()` | limits on a step's seconds, and what steps take; such traces |
 | `traces()` | requests that arrive, end or are aborted, and a model that serves them |
 | `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()` have faults |
 | `woven_programs()` | programs that run several stages on each rank in any order, and an edit of them |
@@ -48,7 +49,7 @@ from weft.proofs.strategies.captures.functions import (
 from weft.proofs.strategies.captures.hazards import HAZARDS, Hazard, hazards
 from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 from weft.proofs.strategies.classes import batches, descriptors, ladders, limits
-from weft.proofs.strategies.engine.traces import Trace, traces
+from weft.proofs.strategies.engine.traces import Trace, step_times, timed_traces, traces
 from weft.proofs.strategies.images import (
     FILTERS,
     Image,
@@ -140,8 +141,10 @@ __all__ = [
     "scenarios",
     "shared_scenarios",
     "stage_lists",
+    "step_times",
     "tensor_programs",
     "tensors",
+    "timed_traces",
     "traces",
     "worlds",
     "woven_programs",

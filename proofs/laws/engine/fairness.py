@@ -1,18 +1,23 @@
-"""L18: FIFO within a priority, lower numbers first, and every request ends; checked on the host, for any tokens."""
+"""L18: FIFO within a priority, lower numbers first, every request ends, and steps keep their time; checked on the host,
+for any tokens."""
 
 import itertools
 
+from weft.batch import LAST_TOKEN
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.requests.host_state import HostState, RequestState
+from weft.transforms.engine.requests.step_time import StepTime
 from weft.transforms.engine.scheduler import schedule
 from weft.transforms.engine.steps.step import Work
 
 
 def served_in_turn(trace: Trace) -> None:
     """L18: no request begins while one with a better priority waits, or an earlier one of the same priority. The first
-    of all that have begun gets a step at each turn of its cohort. So every request ends."""
+    of all that have begun gets a step at each turn of its cohort. So every request ends. A step with prompts keeps
+    within its time, if there is a limit, or has a single chunk of at most a page."""
+    time = trace.budget.step_time
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     last = max(arrival.tick for arrival in trace.arrivals)
     lengths = sum(len(a.request.prompt) + a.request.max_tokens for a in trace.arrivals)
@@ -31,10 +36,27 @@ def served_in_turn(trace: Trace) -> None:
         _check_order(before, host)
         if due and first is not None and all(first.request.id not in work.requests for work in works):
             raise LawViolation(f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's")
+        for work in works:
+            if time is not None and work.token_ids:
+                _check_time(work, time, trace.page_size)
         unread.append(list(works))
         if len(unread) >= trace.window:
             host = read_made_up(host, [work for works in unread for work in works])
             unread = []
+
+
+def _check_time(work: Work, time: StepTime, page_size: int) -> None:
+    chunks, pairs, reads = list[int](), 0, 0
+    for ids, start in zip(work.token_ids, work.starts, strict=True):
+        if ids == (LAST_TOKEN,):
+            reads += start
+        else:
+            chunks.append(len(ids))
+            pairs += sum(start + place + 1 for place in range(len(ids)))
+    took = time.seconds(sum(map(len, work.token_ids)), pairs, reads)
+    if took > time.limit and (len(chunks) > 1 or chunks[0] > page_size):
+        seen = f"chunks of {chunks} tokens beside {len(work.token_ids) - len(chunks)} decodes"
+        raise LawViolation(f"L18 in time: {seen} take {took:g} s, and the limit is {time.limit:g}")
 
 
 def _check_order(before: list[RequestState], host: HostState) -> None:

@@ -1,5 +1,6 @@
 """Random traces: requests with their arrivals, parameters and aborts, and the model and memory that serve them."""
 
+import itertools
 from typing import Any
 
 import attrs
@@ -21,10 +22,23 @@ from weft.state import State
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.requests.host_state import Budget, Request
 from weft.transforms.engine.requests.prompts import EmbedsPrompt, read_content
+from weft.transforms.engine.requests.step_time import StepTime
 from weft.trees import tree_map
 
 _STD = 0.3
 """The standard deviation of the weights, large enough that differences show."""
+
+
+def step_times(max_limit: int, max_tokens: int = 5, max_seconds: int = 9) -> st.SearchStrategy[StepTime]:
+    """Limits on a step's seconds, and what steps take, in whole numbers.
+
+    Args:
+        max_limit: the greatest limit.
+        max_tokens, max_seconds: between one measured step and the next.
+    """
+    points = st.lists(st.tuples(st.integers(1, max_tokens), st.integers(0, max_seconds)), min_size=1, max_size=3)
+    curve = points.map(lambda own: tuple(zip(*map(itertools.accumulate, zip(*own, strict=True)), strict=True)))
+    return st.builds(StepTime, st.integers(1, max_limit), curve, st.integers(0, 2), st.integers(0, 5))
 
 
 @attrs.frozen
@@ -200,3 +214,22 @@ def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int, adapter: int) ->
     )
     tick = draw(st.sampled_from((0, 1, 2, 0, 4, 6)))
     return Arrival(tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())))
+
+
+@st.composite
+def timed_traces(draw: st.DrawFn) -> Trace:
+    """Requests with prompts of several pages, and a limit on the seconds of their steps."""
+    trace, prompts = draw(traces(max_layers=1)), st.lists(st.integers(3, 9), min_size=1, max_size=40)
+    requests = [attrs.evolve(one.request, prompt=tuple(draw(prompts))) for one in trace.arrivals]
+    arrivals = [attrs.evolve(one, request=own, behind=None) for one, own in zip(trace.arrivals, requests, strict=True)]
+    longest = max(len(own.prompt) + own.max_tokens for own in requests)
+    budget = attrs.evolve(
+        trace.budget,
+        max_num_tokens=draw(st.integers(8, 64)),
+        max_pages=-(-longest // trace.page_size),
+        mixed=True,
+        query_lens=(1,),
+        step_time=draw(step_times(400, 20, 60)),
+    )
+    num_pages = draw(st.integers(1, 3)) * budget.max_pages
+    return attrs.evolve(trace, arrivals=tuple(arrivals), budget=budget, num_pages=num_pages, drafts=None)

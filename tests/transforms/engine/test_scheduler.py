@@ -1,6 +1,5 @@
 """The scheduler without a device, called in any order: its books are always right, and nothing is left at the end."""
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
+from weft.proofs.strategies import step_times
 from weft.sampling import SamplingParams
 from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState
 from weft.transforms.engine.requests.step_time import StepTime
@@ -44,13 +44,6 @@ def check_time(work: Work, time: StepTime, page_size: int) -> None:
     assert took <= time.limit or (len(chunks) == 1 and len(chunks[0]) <= page_size)
 
 
-def times(limit: int, tokens: int, seconds: int) -> st.SearchStrategy[StepTime]:
-    """Limits, and what steps take, in whole numbers of seconds and of some tokens at a time."""
-    points = st.lists(st.tuples(st.integers(1, tokens), st.integers(0, seconds)), min_size=1, max_size=3)
-    curve = points.map(lambda own: tuple(zip(*map(itertools.accumulate, zip(*own, strict=True)), strict=True)))
-    return st.builds(StepTime, st.integers(1, limit), curve, st.integers(0, 2), st.integers(0, 1))
-
-
 class HostMachine(RuleBasedStateMachine):
     """Requests are added, follow others, are aborted; steps are scheduled, and read later, in order.
 
@@ -65,7 +58,7 @@ class HostMachine(RuleBasedStateMachine):
         pages=st.integers(4, 9),
         mixed=st.booleans(),
         query_lens=st.sampled_from(((1,), (1, 2), (1, 3, 5))),
-        time=st.none() | times(40, 5, 9),
+        time=st.none() | step_times(40),
     )
     def begin(
         self,
@@ -281,7 +274,7 @@ def test_chunks_are_the_prompts(budget: int) -> None:
 
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=6),
-    times(400, 20, 60),
+    step_times(400, 20, 60),
     st.booleans(),
 )
 @example([60, 60], StepTime(200, ((1, 0),), 1), True)
