@@ -120,7 +120,8 @@ def _attention(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Fi
 
 
 def _feed_forward(config: ModelConfig, layer: str, modules: Sequence[str], inner: int, bias: bool) -> dict[str, Field]:
-    """The fields of a block, or of the first of several experts, which are one product, and so in FP8 together."""
+    """The fields of a block; of several experts, those of the first. All experts are one product, so all are in FP8 or
+    none."""
     hidden, module = config.hidden_size, modules[0]
     firsts = [f"{layer}.{module}.{which}_proj" for module in modules for which in ("gate", "up")]
     first_fp8 = _converted(config, firsts)

@@ -152,7 +152,7 @@ class _Workers(ThreadPoolExecutor):
 def compiling() -> Iterator[None]:
     """Compile the kernels that this thread would launch inside, in other threads; nothing is launched or written.
 
-    All are compiled when the context exits, or the one that it is inside of.
+    All are compiled when the outermost such context exits.
 
     Raises:
         Whatever Triton's compiler raises, on exit.

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +47,7 @@ class Engine:
         pipeline: the number of stages that the layers are split into.
         tensor: the ranks that share each layer, each a process with its share (`weft.load(..., shard=...)`); those that
             share a stage are neighbours. None: as many as the model has shares.
-        graph: one of `weft.transforms.MODES`. On a GPU, a step without a graph is padded as the default mode pads it.
+        graph: one of `weft.transforms.MODES`. On a GPU a step without a graph is padded, as in the default mode.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
         run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
         num_logprobs: the most logprobs that a request may ask for; -1: those of all tokens.
@@ -102,7 +102,6 @@ class Engine:
             own = {f"limits.{name}": getattr(limits, name) for name in ("num_pages", "max_step_seconds")}
             assert_same_left_out(call, self.transport, {"seed": seed, **own})
         self._weights = make_weights(model, split, named := dict(adapters or {}), speculation)
-
         executor = functools.partial(
             make_executor, self._weights, split=split, graph=graph, num_logprobs=num_logprobs, backend=backend
         )
@@ -121,6 +120,7 @@ class Engine:
             self.warm_up()
             self.limits = limit_steps(self, limits.max_step_seconds, self._executor.classes.captured_tokens)
             self._counts, self._num_added = Counts(self._executor.classes), 0  # as if nothing had been served
+            self._outputs.ended, self._host.num_found = Counter(), 0
 
     def __repr__(self) -> str:
         """The model, and the number of graphs and requests."""
@@ -381,11 +381,10 @@ class Engine:
 
     def warm_up(self) -> Stats:
         """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; returns `stats()`. On a
-        GPU the kernels are compiled first, several at once. Captures run on padding, in rows that no request has.
-        Steps with masks, embeddings or prompt logprobs have other graphs, captured when they are first needed.
-
-        For even latency, call `gc.collect()` and `gc.freeze()` afterwards: a full collection looks through all objects
-        of torch and of the model, which takes 0.1 s, in the middle of a step.
+        GPU kernels are compiled first, also for larger steps without a graph, which then run once; not in mode none.
+        All of it is on padding, in rows that no request has. Steps with masks, embeddings or prompt logprobs have other
+        graphs, captured when they are first needed. For even latency, call `gc.collect()` and `gc.freeze()` afterwards:
+        a full collection looks through all objects of torch and of the model, which takes 0.1 s, in a step.
         """
         capture_all(self._executor)
         return self.stats()

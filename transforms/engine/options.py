@@ -227,10 +227,10 @@ class EngineLimits:
         mixed: whether decodes share steps with prompts: a step that is bound by compute for one and by memory for the
             other does both at once. Without it they take turns, and decodes stay uniform, which is best for requests
             that decode.
-        max_step_seconds: the most seconds between two tokens of a decode that a step with prompts may take; it then has
-            fewer tokens than `max_num_tokens` if need be, but at least a page of a prompt's. An engine that has it
-            warms up when it is made, and measures steps of prompts and of decodes, which tell what tokens, and what
-            they attend to, take. Decodes wait less for others' prompts, which take longer. None: any.
+        max_step_seconds: the most seconds that a step with prompts may keep a decode waiting for its next token; it
+            then has fewer tokens than `max_num_tokens` if need be, but at least a page of a prompt's. An engine that
+            has it warms up when it is made, and measures steps of prompts and of decodes, from which it knows what
+            tokens, and what they attend to, take. Decodes then wait less, and prompts take longer. None: any.
 
     Raises:
         RequestError: not an integer, or less than 1; or seconds that are no positive number.

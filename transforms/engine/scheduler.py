@@ -255,7 +255,7 @@ class _Room:
             self._pairs += pairs_of(count, req.num_prefilled)
             page = self._time.most_tokens(page_size, 0, self._taken, self._pairs, self._reads)
             if count < wanted or page < page_size:
-                self.tokens = count  # no other chunk would be of a page
+                self.tokens = count  # no whole page would fit
         self.tokens -= count
         return count
 

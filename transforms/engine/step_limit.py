@@ -1,8 +1,6 @@
 """Steps of prompts within a number of seconds: measured when an engine is made, the same on all ranks."""
 
-import operator
 import random
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -17,12 +15,13 @@ from weft.transforms.engine.requests.step_time import step_time
 from weft.transforms.pipelines.transports import Transport
 
 _SHARES = 1, 2, 4, 8, 16, 32
-"""Steps of the most tokens that one takes, and of these parts of it, are measured."""
+"""Steps of the most tokens, and of these fractions of it, are measured."""
 _REPEATS = 5
-"""Steps that follow a first one, which compiles and allocates."""
+"""Steps whose time is measured, after as many as it takes until nothing is new."""
 _DECODES = 8
+"""The most steps of decodes that are measured after one of prompts."""
 _FEWER = 4
-"""What a pair takes is told by so many times fewer, longer prompts of as many tokens."""
+"""What a pair takes is told by many short prompts and this many times fewer, longer ones of as many tokens."""
 _GREEDY = SamplingParams(ignore_eos=True)
 
 
@@ -32,10 +31,13 @@ class _Engine(Protocol):
     limits: ResolvedLimits
     model: Model
     transport: Transport
+    run_ahead: int
 
     def add(self, prompt: list[int], sampling: SamplingParams, *, max_tokens: int) -> str: ...
 
     def __iter__(self) -> Iterator[Any]: ...
+
+    def reset_prefix_cache(self) -> int: ...
 
 
 def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimits:
@@ -48,14 +50,14 @@ def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimit
             launches then take the host's time.
 
     Raises:
-        RequestError: a step of one page of tokens takes as long as that.
+        RequestError: a step of one page of tokens takes longer.
     """
-    limits, page = engine.limits, engine.limits.page_size
-    sizes, many, few = prompt_lengths(limits, engine.model.config.max_position_embeddings, captured)
-    ones = [1] * len(few)
-    own = [_step_seconds(engine, lengths) for lengths in (*sizes, many, few)]
-    own += [_decode_seconds(engine, lengths) for lengths in (ones, few)]
+    limits, page, draw = engine.limits, engine.limits.page_size, random.Random(0)
+    sizes, many, few = prompt_lengths(limits, engine.model.config.max_position_embeddings, captured, engine.run_ahead)
+    own = [_step_seconds(engine, draw, lengths) for lengths in (*sizes, many, few)]
+    own += [_decode_seconds(engine, draw, lengths) for lengths in ([1] * len(few), few)]
     *steps, sooner, later = map(max, zip(*engine.transport.collect(own), strict=True))
+    engine.reset_prefix_cache()
     times = [*zip((*sizes, many, few), steps, strict=True)]
     found = step_time(seconds, times[:-2], times[-2:], (sooner, later))
     if (least := found.seconds(page)) > seconds:
@@ -65,22 +67,27 @@ def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimit
 
 
 def prompt_lengths(
-    limits: ResolvedLimits, max_positions: int, captured: int
+    limits: ResolvedLimits, max_positions: int, captured: int, run_ahead: int
 ) -> tuple[list[list[int]], list[int], list[int]]:
     """The lengths of the prompts of each step that is measured: for several numbers of tokens as few as hold them, with
     the most that a graph has and one more; and for one number many of them, and a few of the greatest length."""
     budget, page = limits.budget, limits.page_size
-    room = min(min(budget.max_pages, limits.num_pages) * page, max_positions) - 1 - _DECODES
-    longest = max(1, min(budget.max_num_tokens, room))
+    room = _most_positions(limits, max_positions)
+    longest = max(1, min(budget.max_num_tokens, room - 1 - _DECODES))
     pages = limits.num_pages // budget.num_cohorts
-    # Half of what there is room for, since a step's prompts are there until the next step has been launched.
-    count = max(1, min(budget.cohort_size, pages // -(-(longest + 1 + _DECODES) // page)) // 2)
-    most = min(budget.max_num_tokens, count * longest)
+    # A step's prompts are there until it is read, and those of the steps that are launched before that.
+    count = min(budget.cohort_size, pages // -(-min(room, longest + 1 + _DECODES) // page)) // (1 + run_ahead)
+    most = min(budget.max_num_tokens, max(1, count) * longest)
     few = [longest] * max(1, min(most // longest, count // _FEWER))
-    wanted = *(most // share for share in _SHARES), *((captured, captured + 1) if captured else ())
-    tokens = sorted({min(most, max(budget.cohort_size, size)) for size in wanted})
-    many = _split(sum(few), min(_FEWER * len(few), count, sum(few)))
+    wanted = min(page, longest), *(most // share for share in _SHARES), *((captured, captured + 1) if captured else ())
+    tokens = sorted({min(most, max(1, size)) for size in wanted})
+    many = _split(sum(few), max(1, min(_FEWER * len(few), count, sum(few))))
     return [_split(size, -(-size // longest)) for size in tokens], many, few
+
+
+def _most_positions(limits: ResolvedLimits, max_positions: int) -> int:
+    """The most tokens of a request."""
+    return min(min(limits.budget.max_pages, limits.num_pages) * limits.page_size, max_positions)
 
 
 def _split(tokens: int, count: int) -> list[int]:
@@ -88,28 +95,38 @@ def _split(tokens: int, count: int) -> list[int]:
     return [tokens // count + (place < tokens % count) for place in range(count)]
 
 
-def _step_seconds(engine: _Engine, lengths: Sequence[int]) -> float:
-    """The seconds from one step of a cohort to its next, where each has prompts of these lengths: the median."""
+def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:
+    """The seconds from one step of a cohort to its next, where each has prompts of these lengths: by what several of
+    them take longer than one. A step of fewer tokens than a cohort has requests is measured by itself."""
     limits, cohorts = engine.limits, engine.limits.budget.num_cohorts
     most = max(sum(lengths), limits.budget.cohort_size)
     engine.limits = attrs.evolve(limits, budget=attrs.evolve(limits.budget, max_num_tokens=most))
     try:
-        read = _serve(engine, [*lengths] * (cohorts * (1 + _REPEATS)), 1)
+        _, *alone = (_serve(engine, draw, [*lengths] * cohorts, 1)[1] for _ in range(3))
+        if most > sum(lengths):
+            return min(alone)
+        several = _serve(engine, draw, [*lengths] * (cohorts * (1 + _REPEATS)), 1)[1]
     finally:
         engine.limits = limits
-    ends = read[len(lengths) - 1 :: len(lengths)]
-    return cohorts * statistics.median(map(operator.sub, ends[cohorts:], ends[cohorts - 1 :])) if read else 0.0
+    return max(0.0, several - min(alone)) / _REPEATS
 
 
-def _decode_seconds(engine: _Engine, lengths: Sequence[int]) -> float:
-    """The seconds from one token of a cohort's requests to the next, after prompts of these lengths."""
-    read = _serve(engine, [*lengths] * engine.limits.budget.num_cohorts, 1 + _DECODES)
-    return (read[-1] - read[0]) / _DECODES if read else 0.0
+def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:
+    """The seconds from one token of a cohort's requests to the next, after prompts of these lengths; 0 if requests have
+    no room for more tokens."""
+    room = _most_positions(engine.limits, engine.model.config.max_position_embeddings)
+    count = max(0, min(_DECODES, room - 1 - max(lengths)))
+    first, last = _serve(engine, draw, [*lengths] * engine.limits.budget.num_cohorts, 1 + count)
+    return (last - first) / count if count else 0.0
 
 
-def _serve(engine: _Engine, lengths: Sequence[int], max_tokens: int) -> list[float]:
-    """When the host read each token of prompts of these lengths, in seconds."""
-    draw, vocabulary = random.Random(str(lengths)), range(engine.model.config.vocab_size)
+def _serve(engine: _Engine, draw: random.Random, lengths: Sequence[int], max_tokens: int) -> tuple[float, float]:
+    """When the host has read the first and the last token of prompts of these lengths, in seconds from the launch."""
+    vocabulary = range(engine.model.config.vocab_size)
     for length in lengths:
         engine.add(draw.choices(vocabulary, k=length), _GREEDY, max_tokens=max_tokens)
-    return [time.perf_counter() for _ in engine]
+    start, first = time.perf_counter(), None
+    for _ in engine:
+        first = time.perf_counter() if first is None else first
+    end = time.perf_counter()
+    return (end if first is None else first) - start, end - start

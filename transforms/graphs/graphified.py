@@ -271,8 +271,8 @@ class Graphified(Generic[P, R]):
                 compile_ahead(self._graphable, call, self._cache)
 
     def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run the function once, without a graph, on padding of the call's class, so that the first call that has none
-        finds what libraries load and allocate. No state changes."""
+        """Run the function once, without a graph, on padding of the call's class if there is memory for it, so that
+        libraries have loaded and allocated what they need before the first such call. No state changes."""
         call = self._example(args, kwargs)
         with self._lock:
             rehearse(self._graphable, call, self._cache)

@@ -225,8 +225,8 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
     It is for functions of weft's own operators, because another library's operator may fail on zeros. A class for which
     there is no memory is skipped: its capture will report that.
 
-    For graphs it runs on the back end's stream, on which libraries then allocate what they keep. Otherwise some of that
-    would be in the graphs' pool, unless it is the class that runs before the first capture that calls the library.
+    For graphs it runs on the back end's stream, on which libraries then allocate what they keep. A library that is
+    first called during a capture would allocate that in the graphs' pool.
     """
     if triton_version() is None:
         return

@@ -26,7 +26,7 @@ _SHARE = 1024
 """The most columns of x that a program multiplies. Several programs share more; the second kernel adds their sums."""
 
 
-@kernel()
+@kernel(do_not_specialize=["tokens"])
 def _shrink_kernel(
     x, a, slots, active, low, tokens, ranks, columns, share, splits,
     TOKENS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -52,7 +52,7 @@ def _shrink_kernel(
         tl.store(place, acc, mask=mine[:, None] & (r < ranks)[None, :])
 
 
-@kernel()
+@kernel(do_not_specialize=["tokens"])
 def _expand_kernel(
     y, low, b, slots, active, out, tokens, rows, rank, pairs, splits, num_active, start1, start2, blocks,
     PARTS: tl.constexpr, TYPE: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,

@@ -104,8 +104,8 @@ def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
 
 
 def _rounded(tokens: int) -> int:
-    """The number of tokens that stands for others: one; multiples of 16, of 64 from 128 on, of 256 from 1024 on; and
-    beyond `MANY_TOKENS` powers of two, for which kernels are compiled ahead of steps without a graph."""
+    """The number of tokens for which a tile is chosen: 1; then rounded up to multiples of 16, of 64 beyond 128, of 256
+    beyond 1,024; beyond `MANY_TOKENS` to a power of two, for which kernels are compiled ahead of serving."""
     if tokens > MANY_TOKENS:
         return power_of_two(tokens)
     step = 16 if tokens <= 128 else 64 if tokens <= 1024 else 256

@@ -39,7 +39,7 @@ class Tile:
 
 
 MANY_TOKENS = 2048
-"""Up to so many tokens a number stands for few others when tiles are chosen, and beyond it up to a power of two."""
+"""Up to this many tokens a tile is chosen for a small range of numbers; beyond, for all up to a power of two."""
 
 
 def power_of_two(n: int) -> int:

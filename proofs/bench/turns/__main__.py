@@ -7,7 +7,7 @@ times as fast weft is.
     python -m weft.proofs.bench.turns --against ../weft-of-last-month --models qwen3-0.6b --out FOLDER
 
 A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload in turn, `--rounds`
-times after a first pass; weft is first in every other round. weft starts first, and vLLM may then use 7/6 of the memory
+times after a first pass; the one that is first alternates. weft starts first, and vLLM may then use 7/6 of the memory
 that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
 experts; the temperature is 1, and no completion ends early. vLLM has its defaults but for the arguments and variables
 that the record names. An older weft is a checkout from 2026-11-24 on; give both memory enough, since an engine takes

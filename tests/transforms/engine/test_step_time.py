@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from time import sleep
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests.step_time import StepTime, pairs_of, step_time
 from weft.transforms.engine.scheduler import schedule
 from weft.transforms.engine.step_limit import prompt_lengths
+from weft.transforms.engine.steps.executor import PipelineExecutor, StepExecutor
 from weft.transforms.pipelines.transports.local import Local
 
 _PROMPTS = [[(7 * row + place) % 200 for place in range(40 + 9 * row)] for row in range(5)]
@@ -77,10 +79,10 @@ def test_what_is_measured_is_found_again() -> None:
         assert seconds == pytest.approx(took(lengths), rel=0.3 if 1000 < sum(lengths) < 2000 else 0.1)
 
 
-def test_nothing_measured_becomes_negative_or_falls() -> None:
+def test_noise_makes_no_step_slower_than_a_larger_one() -> None:
     short = [([4], 0.02), ([4, 4], 0.01), ([8, 8], 0.03)]
     found = step_time(1.0, short, [short[-1], ([16], 0.025)], (0.005, 0.004))
-    assert found == StepTime(1.0, ((4, 0.02), (8, 0.02), (16, 0.03)))
+    assert found == StepTime(1.0, ((4, 0.01), (8, 0.01), (16, 0.03)))
     assert step_time(1.0, short, [short[-1], ([8, 8], 0.05)], (0.005, 0.005)).per_pair == 0
 
 
@@ -108,7 +110,7 @@ def _served(engine: Engine) -> tuple[dict[str, list[int]], list[Any]]:
 
 @contextlib.contextmanager
 def _taking(step: Callable[[list[int]], float], decode: Callable[[list[int]], float]) -> Iterator[None]:
-    with mock.patch(_STEPS, lambda _, lengths: step(lengths)), mock.patch(_DECODES, lambda _, lengths: decode(lengths)):
+    with mock.patch(_STEPS, lambda _, __, own: step(own)), mock.patch(_DECODES, lambda _, __, own: decode(own)):
         yield
 
 
@@ -163,15 +165,87 @@ def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str
         engine = Engine(load(DEMO, "cpu"), limits, graph=graph, **options)
     budget, captured = engine.limits.budget, 0 if graph == "none" else 64
     counts = Counter(tuple(map(len, work.token_ids)) for work in works if work.token_ids)
-    sizes, many, few = prompt_lengths(engine.limits, 512, captured)
-    measured = Counter(map(tuple, [*sizes, many, few] * 6 + [few, [1] * len(few)]))
-    assert counts == {lengths: budget.num_cohorts * times for lengths, times in measured.items()}
-    own = {9, 19, 38, 77, 154, 309} if options else {12, 25, 50, 100, 200, 400}
+    sizes, many, few = prompt_lengths(engine.limits, 512, captured, run_ahead=1)
+    page, *_ = sizes
+    times = {sum(own): 3 if own == page and budget.cohort_size > 16 else 9 for own in (*sizes, many, few)}
+    measured = Counter(tuple(own) for own in (*sizes, many, few) for _ in range(times[sum(own)]))
+    measured += Counter([tuple(few), (1,) * len(few)])
+    assert counts == {lengths: budget.num_cohorts * count for lengths, count in measured.items()}
+    own = {16, 9, 19, 38, 77, 154, 309} if options else {16, 12, 25, 50, 100, 200, 400}
     assert [*map(sum, sizes)] == sorted(own | ({64, 65} if captured else set()))
     assert few == [103] * max(1, budget.cohort_size // 8)
     assert (sum(many), len(many)) == (sum(few), min(4, budget.cohort_size // 2))
     decodes = [work for work in works if not work.token_ids]
     assert len(decodes) == 2 * 8 * budget.num_cohorts
+    stats = engine.stats()
+    assert (stats.pages_kept, stats.prefix_tokens, stats.ended, stats.steps, stats.tokens) == (0, 0, {}, {}, 0)
+
+
+def test_no_measured_prompt_is_found_in_the_prefix_cache() -> None:
+    limits = EngineLimits(max_num_reqs=16, max_model_len=200, max_num_tokens=64, max_step_seconds=60.0)
+    with _noted() as works:
+        engine = Engine(load(DEMO, "cpu"), limits, graph="none")
+    sizes, many, few = prompt_lengths(engine.limits, 512, 0, run_ahead=1)
+    assert few in sizes, "measured twice"
+    taken = {sum(map(len, work.token_ids)) for work in works if work.token_ids}
+    assert taken == {sum(own) for own in (*sizes, many, few, [1] * len(few))}
+
+
+_SLEEP = 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "cohorts"),
+    [
+        ({}, 1),
+        ({"run_ahead": 4}, 1),
+        ({"num_cohorts": 3}, 3),
+        ({"pipeline": 2}, 2),
+        ({"pipeline": 2, "num_cohorts": 1}, 1),
+    ],
+    ids=str,
+)
+def test_the_time_of_a_step_is_that_of_all_cohorts(options: dict[str, Any], cohorts: int) -> None:
+    """Each step sleeps, so that it cannot take less."""
+
+    def slowly(run: Any) -> Any:
+        def called(self: Any, works: Any) -> Any:
+            sleep(_SLEEP * len(works))
+            return run(self, works)
+
+        return called
+
+    kinds = StepExecutor, PipelineExecutor
+    limits = EngineLimits(
+        max_num_reqs=16,
+        max_model_len=64,
+        max_num_tokens=64,
+        num_cohorts=options.pop("num_cohorts", None),
+        max_step_seconds=60.0,
+    )
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "__call__", slowly(kind.__call__)))
+        engine = Engine(load(DEMO, "cpu"), limits, graph="none", **options)
+    found = engine.limits.budget.step_time
+    assert engine.limits.budget.num_cohorts == cohorts
+    assert found is not None
+    assert min(seconds for _, seconds in found.measured) >= 0.9 * _SLEEP * cohorts
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1, 9), (3, 1, 3), (10, 16, None), (17, 16, 2), (64, 16, 4)],
+    ids=["2 tokens", "3 pages of 1", "10 tokens", "2 pages", "as many as a step has"],
+)
+def test_small_limits_are_measured_too(sizes: tuple[int, int, int | None]) -> None:
+    max_model_len, page_size, num_pages = sizes
+    own: dict[str, Any] = {"max_model_len": max_model_len, "page_size": page_size, "num_pages": num_pages}
+    limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_step_seconds=60.0, **own)
+    engine = Engine(load(DEMO, "cpu"), limits, graph="none")
+    assert engine.limits.budget.step_time is not None
+    engine.add([5], max_tokens=1)
+    assert len([*engine]) == 1
 
 
 def test_ranks_keep_the_slowest_ones_time() -> None:
@@ -179,17 +253,16 @@ def test_ranks_keep_the_slowest_ones_time() -> None:
         def collect(self, value: Any) -> list[Any]:
             if not isinstance(value, list):
                 return [value]
-            return [[x + 0.01 * (place == 1) for place, x in enumerate(value)], value]
+            return [[*value[:-1], value[-1] + 0.01], value]  # its decodes after long prompts are slower
 
     with _taking(lambda own: 0.01 + 1e-4 * sum(own), lambda own: 0.01):
         limits = EngineLimits(max_num_reqs=2, max_step_seconds=0.5)
         engine = Engine(load(DEMO, "cpu"), limits, transport=Two(), graph="none")
     assert engine.limits.budget.step_time is not None
     measured = engine.limits.budget.step_time.measured
-    sizes = [tokens for tokens, _ in measured]
-    assert sizes == [15, 31, 62, 125, 251, 503]
-    raw = [0.01 + 1e-4 * tokens + 0.01 * (place == 1) for place, tokens in enumerate(sizes)]
-    assert [seconds for _, seconds in measured] == pytest.approx([*itertools.accumulate(raw, max)])
+    assert [tokens for tokens, _ in measured] == [15, 16, 31, 62, 125, 251, 503]
+    assert [seconds for _, seconds in measured] == pytest.approx([0.01 + 1e-4 * tokens for tokens, _ in measured])
+    assert engine.limits.budget.step_time.per_read == pytest.approx(0.01 / 502)
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

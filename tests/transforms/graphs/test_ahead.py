@@ -231,7 +231,7 @@ print(ahead, len(compiled) - ahead, any(compiled))
 """
 
 
-_WORKSPACE = """
+_LIBRARY = """
 import sys, torch
 from weft.descriptor import BatchDescriptor
 from weft.proofs.strategies import Rows
@@ -249,8 +249,8 @@ print(graph.memory_analysis().graph_bytes)
 
 
 @pytest.mark.gpu
-def test_a_workspace_of_cublas_is_not_in_the_graphs_pool() -> None:
-    held = [int(_output("-c", _WORKSPACE, way)) for way in ("ahead", "alone")]
+def test_what_a_library_keeps_is_not_in_the_graphs_pool() -> None:
+    held = [int(_output("-c", _LIBRARY, way)) for way in ("ahead", "alone")]
     assert held[0] < held[1], held  # by 2 MiB with an H100
 
 

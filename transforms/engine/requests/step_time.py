@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import attrs
 
-Step = tuple[Sequence[int], float]
+Measured = tuple[Sequence[int], float]
 """The lengths of a step's prompts, and the seconds that it took."""
 
 
 @attrs.frozen
 class StepTime:
-    """A limit on steps with prompts, and what a step takes: a number of seconds for its tokens, between the measured
-    ones by straight lines, and one for each pair of a prompt's token and one that it attends to, itself included.
+    """A limit on steps with prompts, and what a step takes: seconds by its number of tokens, interpolated between
+    measurements, and more for each pair of a prompt's token and one that it attends to, itself included.
 
     Args:
         limit: the most seconds of a step with prompts.
@@ -61,7 +61,9 @@ def pairs_of(tokens: int, context: int) -> float:
     return tokens * (context + (tokens + 1) / 2)
 
 
-def step_time(limit: float, steps: Sequence[Step], long: Sequence[Step], decodes: tuple[float, float]) -> StepTime:
+def step_time(
+    limit: float, steps: Sequence[Measured], long: Sequence[Measured], decodes: tuple[float, float]
+) -> StepTime:
     """What steps take, by measured ones.
 
     Args:
@@ -79,11 +81,10 @@ def step_time(limit: float, steps: Sequence[Step], long: Sequence[Step], decodes
     (many, sooner), (few, later) = long
     more, reads = _pairs(few) - _pairs(many), sum(few) - len(few)
     per_pair = max(0.0, (later - sooner) / more) if more > 0 else 0.0
-    without = itertools.accumulate(
-        (max(0.0, took - per_pair * own) for took, own in zip(seconds, pairs, strict=True)), max
-    )
+    without = [max(0.0, took - per_pair * own) for took, own in zip(seconds, pairs, strict=True)]
+    rising = [*itertools.accumulate(reversed(without), min)][::-1]  # noise makes steps slower, not faster
     per_read = max(0.0, (decodes[1] - decodes[0]) / reads) if reads > 0 else 0.0
-    return StepTime(limit, tuple(zip(tokens, without, strict=True)), per_pair, per_read)
+    return StepTime(limit, tuple(zip(tokens, rising, strict=True)), per_pair, per_read)
 
 
 def _pairs(lengths: Sequence[int]) -> float:

@@ -2,7 +2,7 @@
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -41,7 +41,7 @@ class Classes:
     Args:
         captured: those of graphs, which pad by themselves.
         eager: those to which other steps are padded (`eager_ladder`). A step of more tokens than any of them has is
-            padded to the most requests of one alone, whose kernels, of the head and of sampling, are compiled.
+            padded in requests only, to the most that one has, so that the head and sampling take the same kernels.
         max_num_tokens: the most tokens of a step.
     """
 
@@ -71,18 +71,27 @@ class Classes:
 
     @property
     def without_graph(self) -> list[BatchDescriptor]:
-        """Classes of padded steps without a graph that have all of their kernels. Of more tokens than any class has,
-        these are the numbers that stand for others when tiles are chosen."""
+        """The classes of padded steps without a graph; beyond the largest, those of `large`."""
+        return [one for one in (*self.eager, *self.large) if self.of(one).mode == "none"]
+
+    @property
+    def large(self) -> list[BatchDescriptor]:
+        """Classes of more tokens than any other: powers of two and `max_num_tokens`, one for each choice of tiles."""
         largest = {one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform}.values()
         powers = (2**power for power in range(self.max_num_tokens.bit_length() + 1))
         sizes = [min(size, self.max_num_tokens) for size in powers if size < 2 * self.max_num_tokens]
         more = [attrs.evolve(one, num_tokens=size) for one in largest for size in sizes if size > one.num_tokens]
-        return [one for one in (*self.eager, *map(self._of_most_requests, more)) if self.of(one).mode == "none"]
+        return [*map(self._of_most_requests, more)]
 
     def _of_most_requests(self, own: BatchDescriptor) -> BatchDescriptor:
-        """The class of as many tokens, and of the most requests of a step."""
-        most = max((one.num_reqs for one in self.eager), default=0)
-        return own if own.is_uniform else attrs.evolve(own, num_reqs=max(own.num_reqs, most))
+        """The class of as many tokens, and of the most requests of a step, with as many adapters as a class has."""
+        if own.is_uniform or not len(self.eager):
+            return own
+        most = max(one.num_reqs for one in self.eager)
+        adapters = [one.num_active_loras for one in self.eager if one.num_active_loras >= own.num_active_loras]
+        return attrs.evolve(
+            own, num_reqs=max(own.num_reqs, most), num_active_loras=min(adapters, default=own.num_active_loras)
+        )
 
     def pad(self, batch: Batch) -> Batch:
         """Pad the batch of a step without a graph."""
@@ -171,12 +180,13 @@ def _with_edits(made: Submission, edits: Edits) -> Submission:
 
 @torch.no_grad()
 def capture_all(executor: Executor) -> None:
-    """Compile the kernels of an executor's functions, capture their ladders, and run once what has no graph."""
+    """Compile the kernels of an executor's functions, capture their ladders, and run steps of more tokens once; in mode
+    none do nothing."""
     with executor.placed():
         _compile_ahead(executor)
         for graph, example in executor.examples():
             graph.capture(*example)
-        for graph, example in _without_graph(executor):
+        for graph, example in _padding(executor, executor.classes.large):
             graph.rehearse(*example)
 
 
@@ -191,14 +201,14 @@ def estimate_all(executor: Executor) -> list[MemoryEstimate]:
 def _compile_ahead(executor: Executor) -> None:
     """Compile the kernels of graphs, and of steps without a graph, all at once."""
     with compiling_at_once():
-        for graph, example in (*executor.examples(), *_without_graph(executor)):
+        for graph, example in (*executor.examples(), *_padding(executor, executor.classes.without_graph)):
             graph.compile_ahead(*example)
 
 
-def _without_graph(executor: Executor) -> Iterator[Example]:
-    """Each graphified function, with padding of each class that has no graph."""
+def _padding(executor: Executor, classes: Iterable[BatchDescriptor]) -> Iterator[Example]:
+    """Each graphified function, with padding of each class."""
     for graph, (params, state, *copied) in executor.examples():
-        for descriptor in executor.classes.without_graph:
+        for descriptor in classes:
             yield graph, (params, state, *inert(copied, descriptor))
 
 
