@@ -22,7 +22,7 @@ from weft.stages.attention.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.requests.host_state import HostState, Request, RequestState, end, preempt, salt
+from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState, end, preempt, salt
 from weft.transforms.engine.requests.masks import RequestMask, compute_mask
 from weft.transforms.engine.requests.pages import Pages
 from weft.transforms.engine.requests.prompts import PromptContent
@@ -204,9 +204,9 @@ def _no_pairs(tokens: int, context: int) -> float:
 
 
 class _WithoutDecodes(scheduler._Room):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._taken = self._reads = 0
+    def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
+        super().__init__(budget, ())
+        self.tokens -= len(decodes) * budget.mixed
 
 
 class _OfEachChunk(scheduler._Room):

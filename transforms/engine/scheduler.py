@@ -159,7 +159,7 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
     cohort = host.num_ticks % budget.num_cohorts
     host.num_ticks += 1
     query_len, decodes, growths = _schedule_decodes(host, budget, cohort)
-    chunks, edits = _schedule_prefills(host, budget, cohort, _Room(budget, decodes if budget.mixed else ()))
+    chunks, edits = _schedule_prefills(host, budget, cohort, _Room(budget, decodes))
     works = []
     if decodes and (not chunks or not budget.mixed):
         works.append(_make_work(host, Edits(growths=growths), [(req, 0) for req in decodes], query_len))
@@ -236,12 +236,18 @@ def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
 
 
 class _Room:
-    """The tokens, and the seconds if there is a limit, that a step has left for prompts beside its decodes."""
+    """The tokens, and the seconds if there is a limit, that a step has left for prompts beside its decodes, or after a
+    step of these."""
 
     def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
-        self.tokens, self._time = budget.max_num_tokens - len(decodes), budget.step_time
-        self._taken, self._pairs = len(decodes), 0.0
-        self._reads = 0 if self._time is None else sum(req.num_computed for req in decodes)
+        self.tokens, self._time = budget.max_num_tokens, budget.step_time
+        self._taken, self._pairs, self._reads = 0, 0.0, 0
+        reads = 0 if self._time is None else sum(req.num_computed for req in decodes)
+        if budget.mixed:
+            self.tokens, self._taken, self._reads = self.tokens - len(decodes), len(decodes), reads
+        elif self._time is not None and decodes:
+            before = self._time.seconds(len(decodes), reads=reads)
+            self._time = attrs.evolve(self._time, limit=self._time.limit - before)
 
     def take(self, req: RequestState, page_size: int, is_first: bool) -> int:
         """The tokens of a request's next chunk. If seconds are the limit these are whole pages, and of the step's first

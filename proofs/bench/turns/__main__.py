@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="presets of `weft bench`, or folders with a config.json",
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="in order (all)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after the first pass (3)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="after the first pass (4)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of both (1)")
     parser.add_argument("--gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of weft, and of vLLM without --peer-gpus")
     parser.add_argument("--peer-gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of vLLM")

@@ -2,6 +2,7 @@
 for any tokens."""
 
 import itertools
+from collections.abc import Sequence
 
 from weft.batch import LAST_TOKEN
 from weft.proofs.checks.difference import LawViolation
@@ -15,8 +16,8 @@ from weft.transforms.engine.steps.step import Work
 
 def served_in_turn(trace: Trace) -> None:
     """L18: no request begins while one with a better priority waits, or an earlier one of the same priority. The first
-    of all that have begun gets a step at each turn of its cohort. So every request ends. A step with prompts keeps
-    within its time, if there is a limit, or has a single chunk of at most a page."""
+    of all that have begun gets a step at each turn of its cohort. So every request ends. If there is a limit,
+    a step with prompts and one of decodes before it keep within it, or have a single chunk of at most a page."""
     time = trace.budget.step_time
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     last = max(arrival.tick for arrival in trace.arrivals)
@@ -36,26 +37,28 @@ def served_in_turn(trace: Trace) -> None:
         _check_order(before, host)
         if due and first is not None and all(first.request.id not in work.requests for work in works):
             raise LawViolation(f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's")
-        for work in works:
-            if time is not None and work.token_ids:
-                _check_time(work, time, trace.page_size)
+        if time is not None:
+            _check_time(works, time, trace.page_size)
         unread.append(list(works))
         if len(unread) >= trace.window:
             host = read_made_up(host, [work for works in unread for work in works])
             unread = []
 
 
-def _check_time(work: Work, time: StepTime, page_size: int) -> None:
-    chunks, pairs, reads = list[int](), 0, 0
-    for ids, start in zip(work.token_ids, work.starts, strict=True):
-        if ids == (LAST_TOKEN,):
-            reads += start
-        else:
-            chunks.append(len(ids))
-            pairs += sum(start + place + 1 for place in range(len(ids)))
-    took = time.seconds(sum(map(len, work.token_ids)), pairs, reads)
-    if took > time.limit and (len(chunks) > 1 or chunks[0] > page_size):
-        seen = f"chunks of {chunks} tokens beside {len(work.token_ids) - len(chunks)} decodes"
+def _check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
+    """A step of prompts, with the one of decodes before it if they are apart."""
+    took, chunks, decodes = 0.0, list[int](), 0
+    for work in works:
+        pairs, reads, parts = 0, 0, work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
+        for ids, start in zip(parts, work.starts, strict=True):
+            if ids == (LAST_TOKEN,):
+                reads, decodes = reads + start, decodes + 1
+            else:
+                chunks.append(len(ids))
+                pairs += sum(start + place + 1 for place in range(len(ids)))
+        took += time.seconds(sum(map(len, parts)), pairs, reads)
+    if took > time.limit and chunks and (len(chunks) > 1 or chunks[0] > page_size):
+        seen = f"chunks of {chunks} tokens beside {decodes} decodes"
         raise LawViolation(f"L18 in time: {seen} take {took:g} s, and the limit is {time.limit:g}")
 
 

@@ -227,7 +227,6 @@ def timed_traces(draw: st.DrawFn) -> Trace:
         trace.budget,
         max_num_tokens=draw(st.integers(8, 64)),
         max_pages=-(-longest // trace.page_size),
-        mixed=True,
         query_lens=(1,),
         step_time=draw(step_times(400, 20, 60)),
     )
