@@ -17,11 +17,11 @@ from weft.transforms.pipelines.transports import Transport
 _SHARES = 1, 2, 4, 8, 16, 32
 """Steps of the most tokens, and of these fractions of it, are measured."""
 _REPEATS = 5
-"""Steps whose time is measured, after as many as it takes until nothing is new."""
+"""The steps by whose time a run of several is longer than a run of one."""
 _DECODES = 8
 """The most steps of decodes that are measured after one of prompts."""
 _FEWER = 4
-"""What a pair takes is told by many short prompts and this many times fewer, longer ones of as many tokens."""
+"""To find what a pair takes, many short prompts are compared with this many times fewer, longer ones."""
 _GREEDY = SamplingParams(ignore_eos=True)
 
 

@@ -155,11 +155,11 @@ def ask_for_kernels(device: torch.device, count: int) -> None:
             _copy_nothing(_copy_kernel, device, arity)
 
 
-def _copy_nothing(kernel: Any, device: torch.device, arity: int) -> Any:
+def _copy_nothing(launched: Any, device: torch.device, arity: int) -> Any:
     no_bytes = torch.zeros(1, 6, dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         # An odd address, so that the kernel is not specialised to multiples of 16.
-        return kernel[(1,)]((2**40 + 1,) * arity, no_bytes, _BLOCK, num_warps=_WARPS)
+        return launched[(1,)]((2**40 + 1,) * arity, no_bytes, _BLOCK, num_warps=_WARPS)
 
 
 @functools.cache

@@ -38,15 +38,19 @@ def served_in_turn(trace: Trace) -> None:
         if due and first is not None and all(first.request.id not in work.requests for work in works):
             raise LawViolation(f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's")
         if time is not None:
-            _check_time(works, time, trace.page_size)
+            check_time(works, time, trace.page_size)
         unread.append(list(works))
         if len(unread) >= trace.window:
             host = read_made_up(host, [work for works in unread for work in works])
             unread = []
 
 
-def _check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
-    """A step of prompts, with the one of decodes before it if they are apart."""
+def check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
+    """Check the work of one turn: a step of prompts, with the one of decodes before it if they are apart.
+
+    Raises:
+        LawViolation: it takes longer than the limit, and has more than one chunk of at most a page.
+    """
     took, chunks, decodes = 0.0, list[int](), 0
     for work in works:
         pairs, reads, parts = 0, 0, work.token_ids or ((LAST_TOKEN,),) * len(work.rows)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
+from weft.proofs.laws.engine.fairness import check_time
 from weft.proofs.strategies import step_times
 from weft.sampling import SamplingParams
 from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState
@@ -29,19 +30,6 @@ def request(
     told_of = 0 if told else None
     sampling = attrs.evolve(GREEDY, prompt_logprobs=told_of, presence_penalty=penalty)
     return Request(name, prompt, max_tokens, sampling, priority)
-
-
-def check_time(work: Work, time: StepTime, page_size: int) -> None:
-    """A step with prompts keeps within its limit, or has a single chunk of at most a page."""
-    pairs, reads, chunks = 0, 0, []
-    for ids, start in zip(work.token_ids, work.starts, strict=True):
-        if ids == (LAST_TOKEN,):
-            reads += start
-        else:
-            chunks.append(ids)
-            pairs += sum(start + place + 1 for place in range(len(ids)))
-    took = time.seconds(sum(map(len, work.token_ids)), pairs, reads)
-    assert took <= time.limit or (len(chunks) == 1 and len(chunks[0]) <= page_size)
 
 
 class HostMachine(RuleBasedStateMachine):
@@ -159,7 +147,7 @@ class HostMachine(RuleBasedStateMachine):
         """Edit the tables, as a device would."""
         assert work.num_tokens <= self.budget.max_num_tokens
         if self.budget.step_time is not None and work.kind != "decode":
-            check_time(work, self.budget.step_time, page_size=2)
+            check_time([work], self.budget.step_time, page_size=2)
         assert len(work.rows) == len(set(work.rows)) <= self.budget.cohort_size
         assert all(self.host.requests[name].cohort == cohort for name in work.requests), "of those under way"
         for source, target in work.edits.copies:
@@ -285,10 +273,22 @@ def test_steps_with_prompts_keep_within_their_time(lengths: list[int], time: Ste
     seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
     for work in served(prompts, Budget(4, 64, 16, mixed=mixed, step_time=time)):
         if work.kind != "decode":
-            check_time(work, time, page_size=4)
+            check_time([work], time, page_size=4)
             for name, ids in zip(work.requests, work.token_ids, strict=True):
                 seen[name] += ids if ids != (LAST_TOKEN,) else ()
     assert seen == prompts
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_prompt_has_the_time_that_decodes_leave(mixed: bool) -> None:
+    """A second for each token, 12 in all: a decode leaves 11, which are two pages of 4 tokens and not three."""
+    budget = Budget(2, 64, 16, mixed=mixed, step_time=StepTime(12, ((1, 1), (100, 100))))
+    host = add(HostState.empty(budget, 64, 4), request("a", (1, 2), 9), budget)
+    host, (first,) = schedule(host, budget)
+    host, _ = observe(host, first.job, [[0]])
+    host, works = schedule(add(host, request("b", tuple(range(1, 21)), 2), budget), budget)
+    assert len(works) == 2 - mixed
+    assert [len(ids) for ids in works[-1].token_ids] == [1] * mixed + [8]
 
 
 def test_cohorts_are_balanced() -> None:

@@ -1,4 +1,4 @@
-"""The seconds that a step takes, between measured ones, and the prompt tokens that fit into a limit."""
+"""The seconds that a step takes, interpolated between measured steps, and the prompt tokens that fit into a limit."""
 
 import bisect
 import itertools
@@ -64,7 +64,7 @@ def pairs_of(tokens: int, context: int) -> float:
 def step_time(
     limit: float, steps: Sequence[Measured], long: Sequence[Measured], decodes: tuple[float, float]
 ) -> StepTime:
-    """What steps take, by measured ones.
+    """What steps take, from steps that were measured.
 
     Args:
         limit: of the result.
