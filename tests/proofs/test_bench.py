@@ -347,7 +347,8 @@ def test_vllm_beside_weft(
 ) -> None:
     """The protocol of turns, with a package that takes vLLM's place: both end with the run, whatever happens."""
     (tmp_path / "vllm").mkdir()
-    made = FAKE_VLLM.replace("LOSES", "prompts = prompts[1:]" if loses else "pass")
+    lost = "self.count = getattr(self, 'count', -1) + 1; prompts = prompts[self.count // 2 :]"  # in the second round
+    made = FAKE_VLLM.replace("LOSES", lost if loses else "pass")
     (tmp_path / "vllm" / "__init__.py").write_text(made)
     (tmp_path / "vllm" / "inputs.py").write_text("class TokensPrompt(dict):\n    pass\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -357,8 +358,10 @@ def test_vllm_beside_weft(
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
     argv = ["--models", "tiny", "--workloads", "few", "prompts", "--rounds", "1", "--out", str(tmp_path)]
     if loses:
-        with pytest.raises(SystemExit, match=r"(?s)vllm ended with 1 before vllm-0-done.*3 tokens, not 6"):
+        with pytest.raises(SystemExit, match=r"(?s)vllm ended with 1 before vllm-2-done.*3 tokens, not 6"):
             by_turns.main(argv)
+        kept = json.loads((tmp_path / "vllm-tiny-pp1.json").read_text())
+        assert [row["repeat"] for row in kept["rows"]] == [0] * 4  # the finished round
     else:
         by_turns.main(argv)
         record = json.loads((tmp_path / "vllm-tiny-pp1.json").read_text())
@@ -382,7 +385,9 @@ def test_vllm_beside_weft(
         assert 0.5 <= drawn["w13_weight_scale_inv"][0] * 800 <= 1.5
         assert record["vllm"]["arguments"]["model"] == "tiny"
         assert tempfile.gettempdir() not in json.dumps({name: record["vllm"][name] for name in ("arguments", "log")})
-        assert len(capsys.readouterr().out.splitlines()) == 4
+        printed = capsys.readouterr().out.splitlines()
+        assert len(printed) == 2 * 5
+        assert printed[5] == "after round 1 of 1:"
     assert len(processes) == 3  # the first was asked for vllm
     assert all(process.poll() is not None for process in processes)
     child = int((tmp_path / "vllm" / "child").read_text())

@@ -147,8 +147,8 @@ def watched(gpu: str) -> Iterator[list[list[float]]]:
         thread.join()
 
 
-def compare(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Start both engines with a model, let them take turns, and return what was measured."""
+def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Start both engines with a model and let them take turns: after each round, all that was measured so far."""
     workloads = {name: WORKLOADS[name] for name in given.workloads}
     longest = max((lengths for _, *lengths in workloads.values()), key=sum)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
@@ -181,11 +181,12 @@ def compare(name: str, given: argparse.Namespace) -> dict[str, Any]:
             chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
         rows = list[dict[str, Any]]()
         orders = (weft, peer), (peer, weft)  # each first in every other round
-        repeats = itertools.product(range(given.rounds + 1), workloads)
-        turns = [(repeat, workload, engine) for repeat, workload in repeats for engine in orders[repeat % 2]]
+        total = (given.rounds + 1) * len(workloads) * 2
         visible = given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
-        with watched(visible.split(",")[0]) as samples:
-            for repeat, workload, engine in tqdm(turns, desc=name, unit="turn", disable=None):
+        progress = stack.enter_context(tqdm(total=total, desc=name, unit="turn", disable=None))
+        samples = stack.enter_context(watched(visible.split(",")[0]))
+        for repeat in range(given.rounds + 1):
+            for workload, engine in itertools.product(workloads, orders[repeat % 2]):
                 count, length, most = workloads[workload]
                 requests = {"num_requests": count, "input_len": length, "output_len": most}
                 answer = engine.answer(engine.ask(requests), _TURN_SECONDS)
@@ -194,17 +195,22 @@ def compare(name: str, given: argparse.Namespace) -> dict[str, Any]:
                 row["output_tokens_per_s"] = count * most / row["seconds"]
                 row["total_tokens_per_s"] = count * (most + length) / row["seconds"]
                 rows.append(row)
-        capped = sum(int(sample[-1]) & _POWER_CAP > 0 for sample in samples)
-        return {
-            "preset": name,
-            "config": given.models[name],
-            "stages": given.pp or 1,
-            "weft": started,
-            peer.name: chosen,
-            "rows": rows,
-            "table": list(table(rows, workloads, peer.name)),
-            "gpu_samples": {"fields": _GPU_FIELDS, "rows": samples, "power_capped": capped},
-        }
+                progress.update()
+            seen = list(samples)
+            yield {
+                "preset": name,
+                "config": given.models[name],
+                "stages": given.pp or 1,
+                "weft": started,
+                peer.name: chosen,
+                "rows": rows,
+                "table": list(table(rows, workloads, peer.name)),
+                "gpu_samples": {
+                    "fields": _GPU_FIELDS,
+                    "rows": seen,
+                    "power_capped": sum(int(sample[-1]) & _POWER_CAP > 0 for sample in seen),
+                },
+            }
 
 
 def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str], other: str) -> Iterator[dict[str, Any]]:
@@ -302,7 +308,8 @@ def _refusal(given: argparse.Namespace) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare both with each model, print a table, and write `vllm-MODEL-ppN.json`, or `older-MODEL-ppN.json`."""
+    """Compare both with each model, print a table after each round, and write `vllm-MODEL-ppN.json`, or
+    `older-MODEL-ppN.json`: who is stopped keeps the rounds that were finished."""
     parser = argparse.ArgumentParser(
         prog="python -m weft.proofs.bench.turns",
         description=__doc__,
@@ -332,10 +339,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that both engines are ended too
     other = "vllm" if given.against is None else "older"
     for name in given.models:
-        found = compare(name, given)
-        print(*show(found), sep="\n", flush=True)
         path = given.out / f"{other}-{name}-pp{given.pp or 1}.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        for repeat, found in enumerate(compare(name, given)):
+            write(path, found, indent=1)
+            print(f"after round {repeat} of {given.rounds}:", *show(found), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ def turns(folder: Path, engine: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield folder / f"{engine}-{number}-done", asked
 
 
-def write(path: Path, value: Any) -> None:
+def write(path: Path, value: Any, indent: int | None = None) -> None:
     """Write JSON, so that whoever sees the file sees all of it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value))
+    partial.write_text(json.dumps(value, indent=indent) + "\n")
     partial.rename(path)
 
 
