@@ -105,18 +105,19 @@ def unpad(tree: T, descriptor: Any) -> T:
     """
 
     check_descriptor(descriptor, f"weft.unpad({type(tree).__name__}, {descriptor})")
+    return map_sized(lambda value, spec: cut(value, spec, descriptor), tree, descriptor)
 
-    def cut(value: Tensor, spec: Axes) -> Tensor:
-        shape = padded_shape(value, spec, descriptor)
-        if any(new > old for new, old in zip(shape, value.shape, strict=True)):
-            raise DescriptorError(
-                f"weft.unpad(..., {descriptor})",
-                f"a tensor of shape {tuple(value.shape)} where that descriptor has {shape}",
-                "unpad to the descriptor that the batch had before it was padded",
-            )
-        return value if shape == tuple(value.shape) else value[tuple(slice(size) for size in shape)]
 
-    return map_sized(cut, tree, descriptor)
+def cut(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
+    """The view of one tensor that `unpad` returns."""
+    shape = padded_shape(value, spec, descriptor)
+    if any(new > old for new, old in zip(shape, value.shape, strict=True)):
+        raise DescriptorError(
+            f"weft.unpad(..., {descriptor})",
+            f"a tensor of shape {tuple(value.shape)} where that descriptor has {shape}",
+            "unpad to the descriptor that the batch had before it was padded",
+        )
+    return value if shape == tuple(value.shape) else value[tuple(slice(size) for size in shape)]
 
 
 def inert(tree: T, descriptor: Any) -> T:

@@ -5,7 +5,7 @@ A *sized* class declares, for each tensor field, the dimensions that follow the 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -26,7 +26,7 @@ keystr = _pytree.keystr
 _AXES, _STATIC, _DESCRIPTOR = "weft.axes", "weft.static", "weft.descriptor"
 OF_THIS_PROCESS = {"weft.of_this_process": True}
 """The metadata of a field whose value may differ from rank to rank."""
-_FIELDS = "__weft_fields__"
+_FIELDS, _SIZED = "__weft_fields__", "__weft_sized__"
 
 
 def _is_size(node: Any) -> bool:
@@ -284,76 +284,79 @@ def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, 
     return found
 
 
-Container = tuple[str, Any, list[Any]]
-"""A dict, a list or another container that can change: its path, itself, and its children."""
+@attrs.frozen
+class SizedFields:
+    """The fields of a class: those that follow a descriptor, those that hold it, and those that are trees of their
+    own."""
+
+    axes: Mapping[str, Axes]
+    descriptors: tuple[str, ...]
+    parts: tuple[str, ...]
 
 
-def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
-    """The containers in the arguments of a call, given by name, that can change: all but tuples and frozen classes."""
-    return [found for name, value in arguments.items() for found in _containers(name, value)]
-
-
-def _containers(path: str, node: Any) -> Iterator[Container]:
-    children = [] if type(node) is Size else _children(node)
-    if children and not isinstance(node, tuple) and node_fields(type(node)) is None:
-        yield path, node, children
-    for index, child in enumerate(children):
-        if type(child) is not Tensor:
-            key = [*node][index] if isinstance(node, dict) else index
-            yield from _containers(f"{path}[{key!r}]", child)
-
-
-def _children(node: Any) -> list[Any]:
-    if (fields := node_fields(type(node))) is not None:
-        return fields.values(node)
-    known = pytree_node(type(node))
-    return [] if known is None else list(known.flatten_fn(node)[0])
-
-
-def changed_container(before: Iterable[Container]) -> str | None:
-    """The path of the first of these containers that holds other values now; None if none does."""
-    for path, node, children in before:
-        now = _children(node)
-        if len(now) != len(children) or any(x is not y for x, y in zip(now, children, strict=True)):
-            return path
-    return None
+def _sized_fields(kind: type) -> SizedFields | None:
+    """The fields of a sized class, which the class keeps; None for any other class."""
+    if _SIZED in (kept := vars(kind)):
+        found: SizedFields | None = kept[_SIZED]
+        return found
+    if not attrs.has(kind):
+        return None
+    fields = attrs.fields(kind)
+    axes = {f.name: f.metadata[_AXES] for f in fields if _AXES in f.metadata}
+    descriptors = tuple(f.name for f in fields if f.metadata.get(_DESCRIPTOR))
+    parts = tuple(f.name for f in fields if f.init and not {_AXES, _STATIC} & f.metadata.keys())
+    found = SizedFields(axes, descriptors, parts) if axes else None
+    type.__setattr__(kind, _SIZED, found)
+    return found
 
 
 def sized_fields(node: Any) -> Mapping[str, Axes]:
     """The fields of `node` that follow a descriptor; empty for anything but a sized class."""
-    if not attrs.has(type(node)):
-        return {}
-    return {f.name: f.metadata[_AXES] for f in attrs.fields(type(node)) if _AXES in f.metadata}
+    fields = _sized_fields(type(node))
+    return {} if fields is None else fields.axes
+
+
+def descriptor_fields(node: Any) -> tuple[str, ...]:
+    """The fields of `node` that hold its descriptor; empty for anything but a sized class."""
+    fields = _sized_fields(type(node))
+    return () if fields is None else fields.descriptors
 
 
 def _is_sized(node: Any) -> bool:
-    return bool(sized_fields(node))
+    return _sized_fields(type(node)) is not None
 
 
-def _parts(node: Any) -> dict[str, Any]:
-    """The fields of a sized value that are neither sized themselves nor static: trees of their own."""
-    fields = attrs.fields(type(node))
-    return {f.name: getattr(node, f.name) for f in fields if f.init and not {_AXES, _STATIC} & f.metadata.keys()}
+def _map_values(fn: Callable[[Any, SizedFields], Any], node: Any) -> Any:
+    """Apply `fn(value, its fields)` to each sized value in a tree, outermost first: in a fifth of the time that torch's
+    pytree takes, which first lists all leaves."""
+    kind = type(node)
+    if kind is Tensor:
+        return node
+    if (fields := _sized_fields(kind)) is not None:
+        return fn(node, fields)
+    if (known := pytree_node(kind)) is not None:
+        children, context = known.flatten_fn(node)
+        return known.unflatten_fn([_map_values(fn, child) for child in children], context)
+    if isinstance(node, tuple):  # a named tuple
+        return tree_map(lambda part: _map_values(fn, part) if _is_sized(part) else part, node, is_leaf=_is_sized)
+    return node
 
 
 def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None) -> T:
     """Apply `fn(tensor, axes)` to every sized field in `tree`. If `descriptor` is not None, it replaces the descriptor
     of each sized value that holds one."""
 
-    def visit(node: Any) -> Any:
-        specs = sized_fields(node)
-        if not specs:
-            return node
-        for name, spec in specs.items():
+    def change(node: Any, fields: SizedFields) -> Any:
+        held = {name: getattr(node, name) for name in fields.axes}
+        for name, spec in fields.axes.items():
             _check_field(node, name, spec)
-        held = {name: getattr(node, name) for name in specs}
-        changes = {name: fn(x, specs[name]) for name, x in held.items() if isinstance(x, Tensor)}
-        changes |= {name: map_sized(fn, part, descriptor) for name, part in _parts(node).items()}
+        changes = {name: fn(x, fields.axes[name]) for name, x in held.items() if isinstance(x, Tensor)}
+        changes |= {name: _map_values(change, getattr(node, name)) for name in fields.parts}
         if descriptor is not None:
-            changes |= {f.name: descriptor for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR)}
+            changes |= dict.fromkeys(fields.descriptors, descriptor)
         return attrs.evolve(node, **changes)
 
-    made: T = tree_map(visit, tree, is_leaf=_is_sized)
+    made: T = _map_values(change, tree)
     return made
 
 
@@ -380,12 +383,11 @@ def find_descriptors(tree: Any) -> list[Any]:
     """The distinct descriptors that the sized values in `tree` hold, in order."""
     found: list[Any] = []
 
-    def visit(node: Any) -> Any:
-        if _is_sized(node):
-            found.extend(getattr(node, f.name) for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR))
-            for part in _parts(node).values():
-                tree_map(visit, part, is_leaf=_is_sized)
+    def note(node: Any, fields: SizedFields) -> Any:
+        found.extend(getattr(node, name) for name in fields.descriptors)
+        for name in fields.parts:
+            _map_values(note, getattr(node, name))
         return node
 
-    tree_map(visit, tree, is_leaf=_is_sized)
+    _map_values(note, tree)
     return list(dict.fromkeys(found))

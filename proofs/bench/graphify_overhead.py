@@ -13,8 +13,9 @@ a call:
 
 `make_graphed_callables` copies in inputs that are not its own samples (`fresh`), or is given its own samples
 (`reference`); its results are borrowed in both. `reduce-overhead` copies inputs in, and its results are borrowed too. A
-bare replay takes no arguments. Without a GPU the same code runs on the tape, with `--quick` numbers, only to show that
-it runs: its figures mean nothing.
+bare replay takes no arguments. `weights by reference` has as many leaves by reference, and a batch's rows, which one
+graph pads: batches of eight sizes in turn, or each of a size that no call had before. Without a GPU the same code runs
+on the tape, with `--quick` numbers, only to show that it runs: its figures mean nothing.
 """
 
 import argparse
@@ -34,9 +35,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.descriptor import BatchDescriptor
 from weft.proofs.environment import environment
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
+from weft.trees import axes, descriptor_field, pytree
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -142,6 +145,33 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
     return lambda: next(turn)()
 
 
+@pytree
+@attrs.frozen(eq=False)
+class Rows:
+    """A batch with one value for each token."""
+
+    descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
+    x: Tensor = attrs.field(metadata=axes("num_tokens"))
+
+
+def padded(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
+    """A step with `count` weights, for batches of few sizes and for batches of new ones."""
+    most = max(8, sizes.calls * (sizes.bursts + 1))
+    batches = [Rows(BatchDescriptor(n, n), torch.ones(n, device=device)) for n in range(1, most + 1)]
+
+    def step(weights: tuple[Tensor, ...], rows: Rows) -> Rows:
+        return Rows(rows.descriptor, rows.x + weights[0][0])
+
+    for what, turn in (("graphify, few sizes", cycle(batches[:8])), ("graphify, new sizes", iter(batches))):
+        g = graphify(step, reference_argnames="weights", ladder=[BatchDescriptor(most, most)])
+        call = partial(_of_next, g, inputs(count, 8, device), turn)
+        yield Contender(what, "weights by reference", count, 1, call)
+
+
+def _of_next(g: Graphified[..., Any], weights: tuple[Tensor, ...], batches: Iterator[Rows]) -> None:
+    g(weights, next(batches))
+
+
 def bare_replays(count: int, captures: int) -> Iterator[Contender]:
     """`torch.cuda.CUDAGraph.replay` of the same step, which is the floor; also of many graphs in turn."""
     replays = []
@@ -196,6 +226,7 @@ def contenders(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
         if device == "cuda":
             yield from bare_replays(count, captures)
         yield from graphified(count, captures, device)
+    yield from padded(count, sizes, device)
     if device == "cuda" and count in sizes.peers:
         yield from peers(count)
 

@@ -16,7 +16,8 @@ from weft.proofs.suite import find
 from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
 from weft.transforms.graphs.cache import Cache, Entry
 from weft.transforms.graphs.calls.buffers import CopyIn, GroupedCopy, tails
-from weft.transforms.graphs.calls.call import hashable_signature, key_of, make_call
+from weft.transforms.graphs.calls.builder import Template
+from weft.transforms.graphs.calls.call import hashable_signature, key_of
 from weft.transforms.graphs.calls.fast_path import FastPath
 from weft.transforms.graphs.calls.key import LeafKey, leaf_key
 from weft.transforms.graphs.calls.results import Handover, Outputs, hand_over
@@ -91,13 +92,9 @@ def _write_no_value(writer: Any, expression: str, value: Any, weakly: bool = Fal
     pass
 
 
-def _known_blindly(self: FastPath[Any], roles: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _known_blindly(self: FastPath[Any], read: Any) -> Any:
     """The remembered references of one call are used for every other call of the same structure."""
-    seen = self.layout.read(args, kwargs)
-    known = [guarded.value() for found in self.known.values() for guarded in found]
-    if seen is None or not known:
-        return None
-    return make_call(roles, name, args, kwargs, known[0], seen[1][: self.layout.num_references[0]])
+    return next((guarded.value() for found in self.known.values() for guarded in found), None)
 
 
 class _Idle(Operation):
@@ -147,7 +144,7 @@ def _drop_in_use(self: Cache, key: Any, graph: Graph) -> None:
     """The memory of a graph is dropped, and it still answers calls."""
     for old in self.graphs():
         object.__setattr__(old.recording, "operations", ())
-    self.entries[key] = Entry(graph)
+    self.entries[key] = Entry(graph, key.references)
 
 
 class _Unrestored(SavedTensors):
@@ -159,21 +156,25 @@ def _home_without_writing(value: Any, home: Tensor | None) -> Any:
     return value if home is None else home
 
 
-def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any) -> Handover:
     def swap(made: Any, references: Any, build: Callable[..., Any]) -> Any:
         leaves, structure = tree_flatten(build(made, references))
         return tree_unflatten([*leaves[1:2], *leaves[:1], *leaves[2:]], structure)
 
-    planned = hand_over(outputs, buffers, borrow)
+    planned = hand_over(outputs, buffers, borrow, own)
     return attrs.evolve(planned, build=partial(swap, build=planned.build))
 
 
-def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
-    return hand_over(outputs, buffers, True)
+def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any) -> Handover:
+    return hand_over(outputs, buffers, True, own)
 
 
-def _lending_inputs(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
-    return hand_over(outputs, (), borrow)
+def _lending_inputs(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any) -> Handover:
+    return hand_over(outputs, (), borrow, own)
+
+
+def _for_the_graph_s_class(self: Template, own: Any, builder: Callable[..., Any] = Template.builder) -> Any:
+    return builder(self, None)
 
 
 @contextmanager
@@ -232,6 +233,11 @@ GRAPHS = (
     Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
     Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, FastPath, "find_known", _known_blindly)),
     Mutant("only one side of an image is padded anew", _IMAGES, replace(_BUFFERS, "tails", _first_side)),
+    Mutant(
+        "an image has the class of its graph",
+        _IMAGES,
+        partial(mock.patch.object, Template, "builder", _for_the_graph_s_class),
+    ),
     Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "write_padded", _padding_of_ones)),
     Mutant("attention is not run again", find("L5", "models"), replace(_TAPE, "Operation", _Idle)),
     Mutant("a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)),

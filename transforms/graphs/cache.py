@@ -18,22 +18,21 @@ from torch import Tensor
 
 from weft.descriptor import check_descriptor
 from weft.errors import CacheMissError, CaptureError, DescriptorError
-from weft.padding import unpad
 from weft.settings import MAY_REPLAY, config, count_capture, may_capture
 from weft.torchapi.private import backend_switches
 from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
 from weft.transforms.graphs.calls.buffers import plan_copies
 from weft.transforms.graphs.calls.call import Call, check_call, check_sizes, key_of
 from weft.transforms.graphs.calls.fast_path import FastPaths
-from weft.transforms.graphs.calls.key import CacheInfo, Key, Weakly
-from weft.transforms.graphs.calls.results import Handover, Outputs, hand_over
+from weft.transforms.graphs.calls.key import CacheInfo, Key, TreeKey, Weakly
+from weft.transforms.graphs.calls.results import Handover, hand_over
 from weft.transforms.graphs.capture import Graph, capture
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.explain import Explanation, Inlines, Miss, Recaptures, nearest_miss, outside_name
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.listing import writer_of
 from weft.transforms.graphs.options import Graphable
-from weft.trees import find_descriptors, tree_flatten, tree_unflatten
+from weft.trees import find_descriptors
 
 _NO_LADDER = "no ladder, so each signature has its own graph"
 _LOG = logging.getLogger("weft")
@@ -86,16 +85,9 @@ def make_plan(
     """Plan how a graph of class `padded` answers calls like `call`, of class `own`."""
     leaves, num_references = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
     copies = plan_copies(graph.buffers, graph.padding_sources, graph.axes, leaves, num_references)
-    outputs = graph.outputs if padded == own else _unpadded(graph.outputs, own)
-    handover = hand_over(outputs, graph.buffers, borrow)
+    handover = hand_over(graph.outputs, graph.buffers, borrow, None if padded == own else own)
     fill, replay, holds = copies.fill if copies else None, graph.recording.replay, graph.outside.holds
     return Plan(graph, wait_for_last_replay, fill, replay, handover, holds)
-
-
-def _unpadded(outputs: Outputs, own: Any) -> Outputs:
-    """The outputs as views of the sizes of class `own`."""
-    views, structure = tree_flatten(unpad(tree_unflatten(list(outputs.leaves), outputs.structure), own))
-    return attrs.evolve(outputs, structure=structure, leaves=tuple(views))
 
 
 @attrs.frozen(eq=False)
@@ -103,10 +95,12 @@ class Entry:
     """A graph and the plans that replay it, by signature.
 
     Args:
+        references: the key's part for arguments by reference, which equal calls take, so that it is compared quickly.
         statics: weak references to static arguments, with whose end the entry goes.
     """
 
     graph: Graph
+    references: TreeKey
     statics: tuple[weakref.ref[Any], ...] = ()
     plans: dict[Key, Plan] = attrs.field(factory=dict)
 
@@ -168,7 +162,10 @@ class Cache:
                 return plan, True
         check_call(call, self.graphable.name)
         decision, key = self._obtain(call, signature)
-        plan = None if key is None else self.make_plan(self.entries[key].graph, call, decision)
+        plan = None
+        if key is not None:
+            call.take_reference_key(self.entries[key].references)
+            plan = self.make_plan(self.entries[key].graph, call, decision)
         if not may_capture():
             return plan, False
         if len(self._plans) >= _MAX_SIGNATURES:
@@ -364,7 +361,7 @@ class Cache:
             del self.entries[min(self.entries, key=lambda k: self.entries[k].graph.last_use)]
         drop = functools.partial(_drop, weakref.ref(self), key)
         held = (value.reference() for _, (_, value, *_) in key.statics if isinstance(value, Weakly))
-        self.entries[key] = Entry(graph, tuple(weakref.ref(value, drop) for value in held))
+        self.entries[key] = Entry(graph, key.references, tuple(weakref.ref(value, drop) for value in held))
 
     def note_full_memory(self, decision: Decision[Any]) -> str:
         """Stop capturing because the memory is full, warn, and return the reason."""

@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from weft.donation import changed_container, containers_in
 from weft.errors import CaptureError, WeftError
 from weft.ops.constants import constant
 from weft.padding import inert, padded_shape
@@ -27,8 +28,6 @@ from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside
 from weft.trees import (
     Axes,
-    changed_container,
-    containers_in,
     leaf_axes,
     leaves_with_names,
     tree_flatten,

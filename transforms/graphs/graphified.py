@@ -35,6 +35,7 @@ from weft.transforms.graphs.calls.call import (
     modules_keep_training,
     runs_inline,
 )
+from weft.transforms.graphs.calls.fast_path import Missed
 from weft.transforms.graphs.calls.key import CacheInfo, without_grad_mode
 from weft.transforms.graphs.calls.method import Method
 from weft.transforms.graphs.calls.results import keep_in_place
@@ -106,12 +107,15 @@ class Graphified(Generic[P, R]):
             if num_function_modes() or is_batch_invariant() or current_place():
                 return self._call_in_modes(args, kwargs)
             fast_paths, modes = self._cache.fast_paths, ()
+            missed: list[Missed[Plan]] = []
             for fast_path in fast_paths.by_form.get((len(args), *kwargs), ()):
-                if (found := fast_path.find(args, kwargs)) is not None:
-                    read, plan = found
+                if (read := fast_path.read(args, kwargs)) is None:
+                    continue
+                if (plan := fast_path.find(read)) is not None:
                     with self._lock:
                         return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
-            call = fast_paths.known_call(args, kwargs)
+                missed.append((fast_path, read))
+            call = fast_paths.known_call(missed, args, kwargs)
         return self._call(args, kwargs, call, modes)
 
     def _call_in_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -123,12 +127,15 @@ class Graphified(Generic[P, R]):
         modes = (*modes, "batch invariant") if is_batch_invariant() else modes
         modes = modes if (place := current_place()) is None else (*modes, place)
         with WithoutFunctionModes():
+            missed: list[Missed[Plan]] = []
             for fast_path in fast_paths.by_form.get((len(args), *kwargs, *modes), ()):
-                if (found := fast_path.find(args, kwargs)) is not None:
-                    read, plan = found
+                if (read := fast_path.read(args, kwargs)) is None:
+                    continue
+                if (plan := fast_path.find(read)) is not None:
                     with self._lock:
                         return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
-            call = fast_paths.known_call(args, kwargs, modes)
+                missed.append((fast_path, read))
+            call = fast_paths.known_call(missed, args, kwargs)
         return self._call(args, kwargs, call, modes)
 
     def _replay(self, plan: Plan, leaves: Sequence[Any]) -> R:

@@ -29,6 +29,7 @@ from weft.transforms.graphs.calls.borrowing import refuse_stale
 from weft.transforms.graphs.calls.key import (
     PLAIN,
     Key,
+    KnownReferences,
     TreeKey,
     check_hashable,
     check_plain,
@@ -38,6 +39,7 @@ from weft.transforms.graphs.calls.key import (
     static_key,
 )
 from weft.trees import (
+    Axes,
     TreeSpec,
     keys_in,
     leaf_axes,
@@ -106,8 +108,9 @@ class Call:
     num_donated: int
     training: tuple[bool, ...]
     keywords: tuple[str, ...] = ()
-    known: "KnownReferences | None" = None
+    known: KnownReferences | None = None
     _reference_key: list[TreeKey] = attrs.field(factory=list, init=False, eq=False, repr=False)
+    _copied_axes: list[list[Axes | None]] = attrs.field(factory=list, init=False, eq=False, repr=False)
 
     def reference_key(self) -> TreeKey:
         """The part of the key for the arguments by reference."""
@@ -117,6 +120,16 @@ class Call:
             leaves = (leaf_key(x, None, True) for x in self.reference_leaves)
             self._reference_key.append(_tree_key(self.reference_tree, leaves))
         return self._reference_key[0]
+
+    def take_reference_key(self, equal: TreeKey) -> None:
+        """Take the equal key of an entry, so that later comparisons with it are of identity."""
+        self._reference_key[:] = [equal]
+
+    def copied_axes(self) -> list[Axes | None]:
+        """The axes of each copied leaf, or None."""
+        if not self._copied_axes:
+            self._copied_axes.append(leaf_axes(self.copied))
+        return self._copied_axes[0]
 
     def new_leaves(self) -> tuple[Any, ...]:
         """The leaves that no earlier call has checked."""
@@ -133,20 +146,6 @@ class Call:
 
 def _leaf_names(arguments: dict[str, Any]) -> list[str]:
     return [name + path for name, value in arguments.items() for path, _ in leaves_with_names(value)]
-
-
-@attrs.frozen
-class KnownReferences:
-    """The key of a call's arguments by reference, known from an earlier call with the same addresses and shapes.
-
-    Args:
-        tree: the structure of these arguments.
-        key: their part of the memo key.
-    """
-
-    tree: TreeSpec
-    key: TreeKey
-    holds: None = None
 
 
 def make_call(
@@ -174,7 +173,6 @@ def make_call(
         except DonatedError as error:
             path = _leaf_names({**references, **copied})[index]
             raise DonatedError(error.call, f"{path}, {error.seen}", error.instead) from None
-    for leaf in (*leaves, *copied_leaves):
         refuse_stale(leaf, call=f"{name}(...)")
     donated = zip(references, children_of(tree), strict=True) if roles.donated else ()
     training = tuple(map(_is_training, roles.modules(statics)))
@@ -323,7 +321,7 @@ class _ByIdentity:
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
     """Raise DescriptorError if a sized leaf does not have the size that the call's descriptor gives."""
-    pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+    pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
     for index, (leaf, spec) in enumerate(pairs, len(call.reference_leaves)):
         if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
             path = call.leaf_names()[index]
@@ -338,8 +336,10 @@ def _repeated(call: Call) -> tuple[int, ...]:
     """For each leaf the index of the first one that is the same tensor; empty if no tensor is passed twice."""
     first: dict[int, int] = {}
     leaves = (*call.reference_leaves, *call.copied_leaves)
-    found = tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, x in enumerate(leaves))
-    return () if found == tuple(range(len(leaves))) else found
+    ids = [id(x) for x in leaves if isinstance(x, Tensor)]
+    if len({*ids}) == len(ids):
+        return ()
+    return tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, x in enumerate(leaves))
 
 
 def signature_of(call: Call) -> Key:
@@ -394,6 +394,6 @@ def key_of(call: Call, mode: str, descriptor: Any, signature: Key | None = None)
     if descriptor is None:
         return signature
     padded = map_sized(lambda value, _: value, call.copied, descriptor)
-    pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+    pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
     leaves = (leaf_key(x, padded_shape(x, spec, descriptor) if spec else None, False) for x, spec in pairs)
     return attrs.evolve(signature, descriptor=descriptor, copied=_tree_key(tree_structure(padded), leaves))

@@ -18,7 +18,8 @@ from torch import Tensor, is_inference_mode_enabled as is_inference_mode
 from weft.donation import refuse_donated, take_node, take_tensor
 from weft.torchapi.private import global_state_check, is_capturing, tensors_check
 from weft.transforms.graphs.calls.aliasing import Storages
-from weft.transforms.graphs.calls.call import Call, KnownReferences, Roles, make_call
+from weft.transforms.graphs.calls.call import Call, Roles, make_call
+from weft.transforms.graphs.calls.key import KnownReferences
 from weft.transforms.graphs.calls.reader import (
     Argument,
     CallLayout,
@@ -27,7 +28,6 @@ from weft.transforms.graphs.calls.reader import (
     argument_expressions,
     write_reader,
 )
-from weft.trees import leaf_axes
 
 
 class Value(Protocol):
@@ -143,30 +143,21 @@ class FastPath(Generic[T]):
     plans: Table[T] = attrs.field(factory=dict)
     known: Table[KnownReferences] = attrs.field(factory=dict)
 
-    def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ReadCall, T] | None:
-        """Read the call's arguments and find its plan; None if no earlier call was like it."""
+    def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ReadCall | None:
+        """Read a call's arguments; None if it has another structure."""
         try:
-            read = self.layout.read(args, kwargs)
+            return self.layout.read(args, kwargs)
         except RuntimeError:  # a tensor without an address, such as a sparse one
             return None
-        if read is None:
-            return None
-        copied = read[2][self.layout.num_references[1] :] if self.num_donated else ()
-        plan = _find(self.plans, read[0], read[2], copied)
-        return None if plan is None else (read, plan)
 
-    def find_known(self, roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Make the call from a known key of its arguments by reference; None if no earlier call had the same ones."""
-        try:
-            read = self.layout.read(args, kwargs)
-        except RuntimeError:
-            return None
-        if read is None:
-            return None
-        num_leaves, num_tensors = self.layout.num_references
-        tensors = read[2][:num_tensors]
-        known = _find(self.known, read[0][0], tensors)
-        return None if known is None else make_call(roles, name, args, kwargs, known, read[1][:num_leaves])
+    def find(self, read: ReadCall) -> T | None:
+        """Find the plan of a call; None if no earlier call was like it."""
+        copied = read[2][self.layout.num_references[1] :] if self.num_donated else ()
+        return _find(self.plans, read[0], read[2], copied)
+
+    def find_known(self, read: ReadCall) -> KnownReferences | None:
+        """Find the key of a call's arguments by reference; None if no earlier call had the same ones."""
+        return _find(self.known, read[0][0], read[2][: self.layout.num_references[1]])
 
     def take_donated(self, read: ReadCall) -> Sequence[Any]:
         """Take the donated arguments from the caller, and return all leaves."""
@@ -202,6 +193,10 @@ class FastPath(Generic[T]):
         return True
 
 
+Missed = tuple[FastPath[T], ReadCall]
+"""A fast path that has no plan for a call, and what it read of the call."""
+
+
 class FastPaths(Generic[T]):
     """The fast paths of a function, by call form: the number of positional arguments, the keywords, and the function
     modes around the call. They hold plans weakly.
@@ -216,11 +211,14 @@ class FastPaths(Generic[T]):
         self.roles, self.name, self.has_ladder = roles, name, has_ladder
         self.by_form: dict[tuple[Any, ...], tuple[FastPath[T], ...]] = {}
 
-    def known_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: tuple[Any, ...] = ()) -> Call | None:
-        """Make the call from a known key of its arguments by reference; None if no earlier call had the same ones."""
-        found = self.by_form.get((len(args), *kwargs, *modes), ())
-        calls = (fast_path.find_known(self.roles, self.name, args, kwargs) for fast_path in found)
-        return next((call for call in calls if call is not None), None)
+    def known_call(self, missed: Sequence[Missed[T]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Make a call that fast paths have missed from a known key of its arguments by reference; None if no earlier
+        call had the same ones."""
+        for fast_path, read in missed:
+            if (known := fast_path.find_known(read)) is not None:
+                leaves = read[1][: fast_path.layout.num_references[0]]
+                return make_call(self.roles, self.name, args, kwargs, known, leaves)
+        return None
 
     def add(
         self,
@@ -254,7 +252,7 @@ class FastPaths(Generic[T]):
         def arguments(values: dict[str, Any]) -> list[Argument]:
             return [Argument(expressions[key], value, takers.get(key)) for key, value in values.items()]
 
-        pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+        pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
         padded = {id(leaf) for leaf, spec in pairs if spec is not None} if self.has_ladder else frozenset[int]()
         try:
             layout = write_reader(

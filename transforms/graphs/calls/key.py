@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from weft.arguments.checks import kind_of
 from weft.errors import CaptureError
 from weft.transforms.graphs.calls.buffers import offset_of
-from weft.trees import tree_leaves
+from weft.trees import TreeSpec, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
 
 OF_OTHERS = ("_weft", "_dynamo")
@@ -83,6 +83,20 @@ class Key:
     def leaves(self) -> tuple[Any, ...]:
         """The key of each leaf, those by reference first."""
         return *self.references.leaves, *self.copied.leaves
+
+
+@attrs.frozen
+class KnownReferences:
+    """The key of a call's arguments by reference, known from an earlier call with the same addresses and shapes.
+
+    Args:
+        tree: the structure of these arguments.
+        key: their part of the memo key.
+    """
+
+    tree: TreeSpec
+    key: TreeKey
+    holds: None = None
 
 
 class Weakly:

@@ -16,14 +16,14 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.ops.copying.byte_copies import is_bytes
 from weft.ops.copying.copies import plan_clones, uses_kernel
+from weft.padding import cut
 from weft.torchapi.private import children_of, clone_all, storage_id
+from weft.transforms.graphs.calls.builder import Template, write_template
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.calls.key import PLAIN
-from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
 from weft.trees import (
     TreeSpec,
     leaves_with_names,
-    node_fields,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -40,6 +40,8 @@ class Outputs:
         references: for each leaf that is one of the caller's own tensors, its index among them; None for the others.
         required_grad: for each leaf, whether it required grad when the function returned it.
         detached: for each leaf, whether it is the caller's own tensor, which requires grad, with a value that does not.
+
+    What depends on the structure alone is made once, for the results of all classes.
     """
 
     structure: TreeSpec
@@ -47,6 +49,18 @@ class Outputs:
     references: tuple[int | None, ...]
     required_grad: tuple[bool, ...]
     detached: tuple[bool, ...]
+    _templates: list[Template] = attrs.field(factory=list, init=False, eq=False, repr=False)
+
+    def template(self) -> Template:
+        """The code that makes the caller's result."""
+        if not self._templates:
+            self._templates.append(write_template(self.structure, self.leaves, self.references, self.detached))
+        return self._templates[0]
+
+    def cut(self, own: Any) -> list[Any]:
+        """The leaves as views of the sizes of class `own`."""
+        pairs = zip(self.leaves, self.template().axes(), strict=True)
+        return [leaf if spec is None or not isinstance(leaf, Tensor) else cut(leaf, spec, own) for leaf, spec in pairs]
 
 
 def _same_view(a: Any, b: Any) -> bool:
@@ -142,7 +156,7 @@ def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequ
 
 def _path(outputs: Outputs, index: int) -> str:
     """The path of a leaf in the result."""
-    return leaves_with_names(tree_unflatten(list(outputs.leaves), outputs.structure))[index][0]
+    return leaves_with_names(_tree(outputs))[index][0]
 
 
 def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
@@ -190,49 +204,8 @@ def _write_back(value: Any, target: Tensor | None) -> Any:
     return target
 
 
-class _Slot:
-    """A leaf that stands for the expression which a builder evaluates there."""
-
-    def __init__(self, expression: str) -> None:
-        self.expression = expression
-
-
-def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
-    """Generate a function `(outputs, references) -> tree` for a structure, from one expression in these per leaf."""
-    names = dict(names)
-
-    def build(node: Any) -> str:
-        if isinstance(node, _Slot):
-            return node.expression
-        kind = f"T{len(names)}"
-        names[kind] = type(node)
-        if (fields := node_fields(type(node))) is not None:
-            children = {name: getattr(node, name) for name in fields.children}
-            arguments = [
-                f"{fields.arguments[name]}={None if child is None else build(child)}"
-                for name, child in children.items()
-            ]
-            for name in fields.statics:
-                constant = f"S{len(names)}"
-                names[constant] = getattr(node, name)
-                arguments.append(f"{fields.arguments[name]}={constant}")
-            return f"{kind}({', '.join(arguments)})"
-        parts = [build(child) for child in child_nodes(node)]
-        if type(node) is dict:
-            keys = f"D{len(names)}"
-            names[keys] = [*node]
-            return "{" + ", ".join(f"{keys}[{i}]: {part}" for i, part in enumerate(parts)) + "}"
-        if type(node) is list:
-            return f"[{', '.join(parts)}]"
-        return as_tuple(parts) if type(node) is tuple else f"{kind}({', '.join(parts)})"
-
-    try:
-        source = build(tree_unflatten([_Slot(e) for e in expressions], structure))
-    except Exception:  # a user's class, which generated code cannot read or which validates its fields
-        leaves = compiled(f"def generated(outputs, references):\n    return [{', '.join(expressions)}]\n", names)
-        return lambda outputs, references: tree_unflatten(leaves(outputs, references), structure)
-    builder: Callable[..., Any] = compiled(f"def generated(outputs, references):\n    return {source}\n", names)
-    return builder
+def _tree(outputs: Outputs) -> Any:
+    return tree_unflatten(list(outputs.leaves), outputs.structure)
 
 
 R = TypeVar("R")
@@ -299,30 +272,22 @@ class Handover:
     clone_or_lend: Cloner
 
 
-def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any = None) -> Handover:
     """Plan how the results of a recording reach the caller.
 
     Args:
-        outputs: the recording's outputs, or views of them.
+        outputs: the recording's outputs.
         buffers: the recording's input buffers. An output that lies in one of them is never lent: passed to the next
             call, it could be overwritten while it is read.
         borrow: whether the other outputs are lent; otherwise they are cloned.
+        own: the class that results are cut to; None: they have the class of the graph.
     """
-    tensors: list[Tensor] = []
-    expressions, names = [], {}
-    for i, (leaf, reference) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
-        if reference is not None:
-            expressions.append(f"references[{reference}]{'.detach()' * outputs.detached[i]}")
-        elif isinstance(leaf, Tensor):
-            expressions.append(f"outputs[{len(tensors)}]")
-            tensors.append(leaf)
-        else:
-            names[f"value{i}"] = leaf
-            expressions.append(f"value{i}")
-    build = write_builder(outputs.structure, expressions, names)
+    leaves = outputs.leaves if own is None else outputs.cut(own)
+    pairs = zip(leaves, outputs.references, strict=True)
+    tensors = [leaf for leaf, reference in pairs if reference is None and isinstance(leaf, Tensor)]
     inputs = {storage_id(x) for x in buffers if isinstance(x, Tensor)}
     cloned = [i for i, x in enumerate(tensors) if not borrow or storage_id(x) in inputs]
-    return Handover(tuple(tensors), build, plan_lending(tensors, cloned))
+    return Handover(tuple(tensors), outputs.template().builder(own), plan_lending(tensors, cloned))
 
 
 def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:

@@ -1,0 +1,105 @@
+"""Generated code that makes the caller's result from the tensors of a replay, as `reader` reads its arguments.
+
+The lines depend on the structure of a result; the class of its batch is a constant in them, so that calls of any class
+share them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.padding import unpad
+from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
+from weft.trees import Axes, TreeSpec, descriptor_fields, leaf_axes, node_fields, tree_structure, tree_unflatten
+
+
+class _Slot:
+    """A leaf that stands for the expression which a builder evaluates there."""
+
+    def __init__(self, expression: str) -> None:
+        self.expression = expression
+
+
+@attrs.frozen(eq=False)
+class Template:
+    """The code that makes a caller's result, for results of any class.
+
+    Args:
+        source: of a function `generated(outputs, references)`, which returns the result, or the list of its leaves.
+        names: the constants that it uses.
+        descriptors: the names of those that are descriptors of sized values.
+        axes: returns those of each leaf, or None.
+        structure: the structure that the leaves have in a class; None if the function returns the result.
+    """
+
+    source: str
+    names: dict[str, Any]
+    descriptors: tuple[str, ...]
+    axes: Callable[[], list[Axes | None]]
+    structure: Callable[[Any], TreeSpec] | None
+
+    def builder(self, own: Any) -> Callable[[Sequence[Tensor], Sequence[Any]], Any]:
+        """A function `(outputs, references) -> result` for results of class `own`; None: the class of the graph."""
+        names = self.names if own is None else self.names | dict.fromkeys(self.descriptors, own)
+        generated: Callable[[Sequence[Tensor], Sequence[Any]], Any] = compiled(self.source, {**names})
+        if self.structure is None:
+            return generated
+        structure = self.structure(own)
+        return lambda outputs, references: tree_unflatten(generated(outputs, references), structure)
+
+
+def write_template(
+    structure: TreeSpec, leaves: Sequence[Any], references: Sequence[int | None], detached: Sequence[bool]
+) -> Template:
+    """Generate the code that makes a result, from the outputs of a recording (`Outputs`)."""
+    names, descriptors, expressions, count = dict[str, Any](), list[str](), list[str](), 0
+    for i, (leaf, reference) in enumerate(zip(leaves, references, strict=True)):
+        if reference is not None:
+            expressions.append(f"references[{reference}]{'.detach()' * detached[i]}")
+        elif isinstance(leaf, Tensor):
+            expressions.append(f"outputs[{count}]")
+            count += 1
+        else:
+            names[f"value{i}"] = leaf
+            expressions.append(f"value{i}")
+
+    def build(node: Any) -> str:
+        if isinstance(node, _Slot):
+            return node.expression
+        kind = f"T{len(names)}"
+        names[kind] = type(node)
+        if (fields := node_fields(type(node))) is not None:
+            children = {name: getattr(node, name) for name in fields.children}
+            arguments = [
+                f"{fields.arguments[name]}={None if child is None else build(child)}"
+                for name, child in children.items()
+            ]
+            own = descriptor_fields(node)
+            for name in fields.statics:
+                constant = f"S{len(names)}"
+                names[constant] = getattr(node, name)
+                descriptors.extend([constant] * (name in own))
+                arguments.append(f"{fields.arguments[name]}={constant}")
+            return f"{kind}({', '.join(arguments)})"
+        parts = [build(child) for child in child_nodes(node)]
+        if type(node) is dict:
+            keys = f"D{len(names)}"
+            names[keys] = [*node]
+            return "{" + ", ".join(f"{keys}[{i}]: {part}" for i, part in enumerate(parts)) + "}"
+        if type(node) is list:
+            return f"[{', '.join(parts)}]"
+        return as_tuple(parts) if type(node) is tuple else f"{kind}({', '.join(parts)})"
+
+    def structure_of(own: Any) -> TreeSpec:
+        return structure if own is None else tree_structure(unpad(tree_unflatten(list(leaves), structure), own))
+
+    axes = functools.cache(lambda: leaf_axes(tree_unflatten(list(leaves), structure)))
+    try:
+        source, made = build(tree_unflatten([_Slot(e) for e in expressions], structure)), None
+    except Exception:  # a user's class, which generated code cannot read or which validates its fields
+        source, made = f"[{', '.join(expressions)}]", structure_of
+    source = f"def generated(outputs, references):\n    return {source}\n"
+    return Template(source, names, tuple(descriptors), axes, made)
