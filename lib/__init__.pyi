@@ -31,7 +31,7 @@ from .settings import (
     config as config,
     no_capture as no_capture,
 )
-from .stages.adapters import Adapter as Adapter, load_adapter as load_adapter
+from .stages.adapters.adapter import Adapter as Adapter, load_adapter as load_adapter
 from .stages.checkpoints.loading import load as load
 from .stages.model import Model as Model
 from .state import State as State, admit as admit, advance as advance

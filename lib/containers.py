@@ -1,13 +1,15 @@
-"""Containers that are not pytrees: attrs classes, dataclasses and mappings, as trees of what they hold."""
+"""Containers: those that are not pytrees, such as dataclasses and mappings, as trees of what they hold; and those that
+a function may change."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import attrs
-from torch import Tensor
+from torch import Size, Tensor
 
-from weft.trees import tree_leaves, tree_map
+from weft.torchapi.private import pytree_node
+from weft.trees import node_fields, tree_leaves, tree_map
 
 
 def opened(tree: Any) -> Any:
@@ -57,3 +59,38 @@ def _with_values(node: Any, values: dict[str, Any]) -> Any:
     if is_dataclass(node) and not isinstance(node, type):
         return replace(node, **values)
     return type(node)(values)
+
+
+Container = tuple[str, Any, list[Any]]
+"""A dict, a list or another container that can change: its path, itself, and its children."""
+
+
+def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
+    """The containers in the arguments of a call, given by name, that can change: all but tuples and frozen classes."""
+    return [found for name, value in arguments.items() for found in _containers(name, value)]
+
+
+def _containers(path: str, node: Any) -> Iterator[Container]:
+    children = [] if type(node) is Size else _children(node)
+    if children and not isinstance(node, tuple) and node_fields(type(node)) is None:
+        yield path, node, children
+    for index, child in enumerate(children):
+        if type(child) is not Tensor:
+            key = [*node][index] if isinstance(node, dict) else index
+            yield from _containers(f"{path}[{key!r}]", child)
+
+
+def _children(node: Any) -> list[Any]:
+    if (fields := node_fields(type(node))) is not None:
+        return fields.values(node)
+    known = pytree_node(type(node))
+    return [] if known is None else list(known.flatten_fn(node)[0])
+
+
+def changed_container(before: Iterable[Container]) -> str | None:
+    """The path of the first of these containers that holds other values now; None if none does."""
+    for path, node, children in before:
+        now = _children(node)
+        if len(now) != len(children) or any(x is not y for x, y in zip(now, children, strict=True)):
+            return path
+    return None

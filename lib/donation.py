@@ -7,15 +7,15 @@ marked, and every weft transform refuses a marked tensor.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import attrs
-from torch import Size, Tensor
+from torch import Tensor
 
+from weft.containers import changed_container, containers_in
 from weft.errors import ArgumentError, DonatedError
-from weft.torchapi.private import pytree_node
-from weft.trees import node_fields, tree_leaves, tree_map
+from weft.trees import tree_leaves, tree_map
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,41 +27,6 @@ TAKEN = "_weft_taken_by"
 """The attribute that marks a donated tensor."""
 
 _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
-
-
-Container = tuple[str, Any, list[Any]]
-"""A dict, a list or another container that can change: its path, itself, and its children."""
-
-
-def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
-    """The containers in the arguments of a call, given by name, that can change: all but tuples and frozen classes."""
-    return [found for name, value in arguments.items() for found in _containers(name, value)]
-
-
-def _containers(path: str, node: Any) -> Iterator[Container]:
-    children = [] if type(node) is Size else _children(node)
-    if children and not isinstance(node, tuple) and node_fields(type(node)) is None:
-        yield path, node, children
-    for index, child in enumerate(children):
-        if type(child) is not Tensor:
-            key = [*node][index] if isinstance(node, dict) else index
-            yield from _containers(f"{path}[{key!r}]", child)
-
-
-def _children(node: Any) -> list[Any]:
-    if (fields := node_fields(type(node))) is not None:
-        return fields.values(node)
-    known = pytree_node(type(node))
-    return [] if known is None else list(known.flatten_fn(node)[0])
-
-
-def changed_container(before: Iterable[Container]) -> str | None:
-    """The path of the first of these containers that holds other values now; None if none does."""
-    for path, node, children in before:
-        now = _children(node)
-        if len(now) != len(children) or any(x is not y for x, y in zip(now, children, strict=True)):
-            return path
-    return None
 
 
 def donatable(cls: C) -> C:

@@ -189,7 +189,7 @@ def admit(
         generated: the tokens that each request generated before, if it starts again and reads them after its prompt.
             None: no tokens.
         positions: the number of tokens already in each request's pages; None: 0.
-        adapters: the slot of each request's LoRA adapter, -1 for none (`weft.stages.adapters`); None: no adapters.
+        adapters: the slot of each request's LoRA adapter, -1 for none (`weft.stages.adapters`); None: none.
         limits: the most tokens of each request, prompt included; None: as many as its row of the block table holds.
             Only a state with `drafting` keeps them.
         mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has positions of its own

@@ -21,9 +21,9 @@ from weft.meshes.collectives import AllToAll, Collective
 from weft.proofs.records import Record, read
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.random_weights import PRESETS
-from weft.transforms.pipelines.costs import collective_bytes
-from weft.transforms.pipelines.hardware import KERNELS_PER_LAYER, Machine
-from weft.transforms.pipelines.prediction import predict_decode
+from weft.transforms.pipelines.timing.costs import collective_bytes
+from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, Machine
+from weft.transforms.pipelines.timing.prediction import predict_decode
 
 _CONTEXT = 2 + 512 // 2
 """The mean number of tokens before a new one, with 2 tokens in and 512 out."""

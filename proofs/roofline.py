@@ -18,8 +18,8 @@ import attrs
 from weft.proofs.records import RESULTS, Record, span
 from weft.stages.config import parse_config
 from weft.stages.random_weights import PRESETS
-from weft.transforms.pipelines.hardware import Machine
-from weft.transforms.pipelines.prediction import predict_decode
+from weft.transforms.pipelines.timing.hardware import Machine
+from weft.transforms.pipelines.timing.prediction import predict_decode
 
 BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12}
 """Bytes per second, from the data sheets."""

@@ -2,22 +2,22 @@
 own."""
 
 from weft.ops.sampling.sample import sample
-from weft.stages.adapters import Adapter, load_adapter
+from weft.stages.adapters.adapter import Adapter, load_adapter
+from weft.stages.adapters.slots import reserve_slots, with_adapters, write_slot
 from weft.stages.attention.context import attend, attention_scores, weighted_values
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.checkpoints.formats import load_config, load_params
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.config import ModelConfig
+from weft.stages.custom.functions import StageFunctions
+from weft.stages.custom.module import ModuleStage, from_module
+from weft.stages.custom.sown import carry, sow
 from weft.stages.decoder import decoder_stage
-from weft.stages.functions import StageFunctions
 from weft.stages.layout import StageLayout, balance, split_layers, split_model
 from weft.stages.model import Model
-from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
 from weft.stages.random_weights import random_adapter, random_model, random_params
-from weft.stages.slots import reserve_slots, with_adapters, write_slot
-from weft.stages.sown import carry, sow
 
 __all__ = [
     "DEMO",

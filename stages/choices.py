@@ -10,7 +10,7 @@ from weft.errors import ConfigError, DeviceError, ProgramError, RequestError
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.register import FLOATS
 from weft.stages.config import ModelConfig
-from weft.stages.functions import LEAVES
+from weft.stages.custom.functions import LEAVES
 from weft.stages.shares import check_leaves
 
 KV_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}

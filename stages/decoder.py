@@ -31,7 +31,7 @@ from weft.settings import batch_invariant as invariant
 from weft.stages.attention import context
 from weft.stages.attention.rope import inverse_frequencies, mrope_positions, rope_tables
 from weft.stages.config import ModelConfig
-from weft.stages.functions import (
+from weft.stages.custom.functions import (
     Attend,
     Beside,
     ChangeLogits,
@@ -43,6 +43,7 @@ from weft.stages.functions import (
     Tables,
     check_functions,
 )
+from weft.stages.custom.sown import SownNames, carried_on, sowing
 from weft.stages.head import finish, read_at, verify
 from weft.stages.inputs import check_call, embed, resolve_inputs
 from weft.stages.layer_fields import row_starts
@@ -50,7 +51,6 @@ from weft.stages.layers import Blocks, run_layers
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
 from weft.stages.shares import AXIS, TensorRanks
-from weft.stages.sown import SownNames, carried_on, sowing
 from weft.state import State
 
 
@@ -84,11 +84,11 @@ def decoder_stage(
             samples.
         keep_logits: also return the logits [num_reqs, vocab_size] (float32, large).
         num_logprobs: also return the logprobs of this many of the likeliest tokens; 0: only the chosen token's.
-        num_drafts: the most drafts of a request in a batch (`weft.stages.drafting`); if not 0, the state has a
+        num_drafts: the most drafts of a request in a batch (`weft.stages.drafters.drafting`); if not 0, the state has a
             `drafting`, and every step verifies.
         attention, attend, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
         captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
-        beside: other models, which the last stage lets read the same tokens (`weft.stages.beside.readers_beside`).
+        beside: other models, which the last stage lets read the same tokens (`readers_beside`).
         token_extras: the default values of inputs that tokens have of their own, on the stage's device.
         batch_invariant: whether the stage runs in `weft.batch_invariant()`.
         reduction_leaves: of each sum that ranks may share, as in `StageFunctions`.

@@ -29,11 +29,11 @@ from weft.outputs import Output, PerToken
 from weft.sampling_table import SamplingTable
 from weft.settings import is_batch_invariant
 from weft.stages.config import ModelConfig
-from weft.stages.functions import ChangeLogits, LogitsAt
-from weft.stages.own_results import blamed_on
+from weft.stages.custom.functions import ChangeLogits, LogitsAt
+from weft.stages.custom.results import blamed_on
+from weft.stages.custom.sown import sowing_nothing
 from weft.stages.params import DecoderParams
 from weft.stages.shares import SharedRows, TensorRanks
-from weft.stages.sown import sowing_nothing
 from weft.state import State
 
 NO_CAPTURES: Mapping[str, Any] = MappingProxyType({})

@@ -19,11 +19,11 @@ from weft.ops.products.leaves import sum_leaves
 from weft.ops.transfers.collective import axis_size
 from weft.stages.attention import context
 from weft.stages.config import ModelConfig
-from weft.stages.functions import OWN, Attend, Normed, StageFunctions, Tables
-from weft.stages.own_results import blamed_on, changed_layer, check_added, check_attended, noted
+from weft.stages.custom.functions import OWN, Attend, Normed, StageFunctions, Tables
+from weft.stages.custom.results import blamed_on, changed_layer, check_added, check_attended, noted
+from weft.stages.custom.sown import at_layer
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import TensorRanks
-from weft.stages.sown import at_layer
 
 
 @attrs.frozen

@@ -13,7 +13,6 @@ from weft.arguments.checks import Rule, check_values, kind_of, other_signature
 from weft.errors import ProgramError, RequestError
 from weft.ops.attention.backends import AttentionBackend
 from weft.settings import batch_invariant as invariant, is_batch_invariant
-from weft.stages.beside import check_beside, readers_beside
 from weft.stages.checkpoints.chat import ChatTemplate, Messages, render_chat
 from weft.stages.checkpoints.digests import Origin, digest_params
 from weft.stages.checkpoints.tokenizer import encode, lacks_tokenizer, tokenizer_failures
@@ -21,8 +20,7 @@ from weft.stages.choices import (
     check_backend,
 )
 from weft.stages.config import ModelConfig
-from weft.stages.decoder import decoder_stage
-from weft.stages.functions import (
+from weft.stages.custom.functions import (
     OWN,
     Attend,
     ChangeLogits,
@@ -36,12 +34,14 @@ from weft.stages.functions import (
     name_of,
     updated,
 )  # fmt: skip
+from weft.stages.custom.results import transformed
+from weft.stages.custom.sown import SownNames
+from weft.stages.decoder import decoder_stage
+from weft.stages.drafters.beside import check_beside, readers_beside
 from weft.stages.head import head
 from weft.stages.layout import StageLayout, split_layers
-from weft.stages.own_results import transformed
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.shares import AXIS, TensorRanks, check_leaves, share_config
-from weft.stages.sown import SownNames
 from weft.trees import OF_THIS_PROCESS
 
 _RULES: dict[str, Rule] = {

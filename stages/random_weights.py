@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.checkpoints.digests import Origin, digest_params
 from weft.stages.checkpoints.reading import assemble, checked_device, checked_dtype, stage_fields
 from weft.stages.choices import pick_device, pick_dtype, pick_kv_dtype, pick_stage

@@ -26,14 +26,9 @@ from .graphs.memory import (
 )
 from .graphs.while_loop import while_loop as while_loop
 from .pipelines.checker import check as check
-from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
-from .pipelines.costs import Costs as Costs
-from .pipelines.events import Event as Event
-from .pipelines.hardware import Machine as Machine
 from .pipelines.microbatch import microbatch as microbatch, scan as scan
 from .pipelines.parts import join as join, split as split
 from .pipelines.pipeline import Pipelined as Pipelined, compose as compose, pipeline as pipeline
-from .pipelines.prediction import Prediction as Prediction, predict_decode as predict_decode
 from .pipelines.schedule import (
     Job as Job,
     decode_jobs as decode_jobs,
@@ -42,9 +37,14 @@ from .pipelines.schedule import (
     streaming as streaming,
 )
 from .pipelines.session import Session as Session
-from .pipelines.simulate import simulate as simulate
-from .pipelines.splits import SplitPlan as SplitPlan, plan_splits as plan_splits
-from .pipelines.timeline import (
+from .pipelines.timing.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
+from .pipelines.timing.costs import Costs as Costs
+from .pipelines.timing.events import Event as Event
+from .pipelines.timing.hardware import Machine as Machine
+from .pipelines.timing.prediction import Prediction as Prediction, predict_decode as predict_decode
+from .pipelines.timing.simulate import simulate as simulate
+from .pipelines.timing.splits import SplitPlan as SplitPlan, plan_splits as plan_splits
+from .pipelines.timing.timeline import (
     Comparison as Comparison,
     Recorder as Recorder,
     Timeline as Timeline,

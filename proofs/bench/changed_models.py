@@ -19,10 +19,10 @@ import attrs
 import torch
 
 from weft.proofs.environment import environment
-from weft.stages.functions import Layer
+from weft.stages.custom.functions import Layer
+from weft.stages.custom.sown import sow
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS
-from weft.stages.sown import sow
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, in_ranks, open_model

@@ -25,12 +25,12 @@ from torch import Tensor
 from weft.effects import Run
 from weft.proofs.environment import environment
 from weft.transforms.graphs.graphify import graphify
-from weft.transforms.pipelines.costs import Costs
-from weft.transforms.pipelines.events import Event
 from weft.transforms.pipelines.pipeline import Pipelined, pipeline
 from weft.transforms.pipelines.schedule import Job, decode_jobs, make_programs
-from weft.transforms.pipelines.simulate import simulate
-from weft.transforms.pipelines.timeline import Comparison, Timeline, compare, measure
+from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.events import Event
+from weft.transforms.pipelines.timing.simulate import simulate
+from weft.transforms.pipelines.timing.timeline import Comparison, Timeline, compare, measure
 from weft.transforms.pipelines.transports.distributed import BackendName, Distributed
 from weft.transforms.pipelines.transports.launch import launch
 

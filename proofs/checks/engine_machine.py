@@ -17,7 +17,7 @@ from weft.proofs.laws.engine.completions import check_nothing_is_left
 from weft.proofs.serving import check_ends
 from weft.proofs.strategies.engine.engines import Half
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine

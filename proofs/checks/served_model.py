@@ -6,7 +6,7 @@ import attrs
 
 from weft.proofs.laws.engine.completions import complete
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation

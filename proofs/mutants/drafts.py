@@ -19,7 +19,7 @@ from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.scheduler import _pages_needed
 
 _HEAD, _STATE = "weft.stages.head", "weft.state"
-_DRAFTING, _SCHEDULER = "weft.stages.drafting", "weft.transforms.engine.scheduler"
+_DRAFTING, _SCHEDULER = "weft.stages.drafters.drafting", "weft.transforms.engine.scheduler"
 _REQUESTS = "weft.transforms.engine.requests.host_state"
 
 

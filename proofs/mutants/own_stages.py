@@ -13,7 +13,7 @@ from weft.carried import Carried
 from weft.outputs import PerRequest, PerToken
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
-from weft.stages.sown import Sown
+from weft.stages.custom.sown import Sown
 from weft.state import State, admit, resolve
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.requests import prefix_cache

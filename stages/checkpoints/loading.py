@@ -25,7 +25,7 @@ from weft.stages.choices import (
     pick_shard,
     pick_stage,
 )
-from weft.stages.functions import (
+from weft.stages.custom.functions import (
     OWN,
     StageFunctions,
 )  # fmt: skip

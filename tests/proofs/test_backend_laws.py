@@ -15,8 +15,8 @@ from weft.proofs.checks.difference import assert_equal, visible
 from weft.proofs.laws.compare import larger, whole
 from weft.proofs.laws.padding import _garbage_scratch, _garbage_tail
 from weft.proofs.strategies.models import Scenario, scenarios
+from weft.stages.custom.functions import StageFunctions
 from weft.stages.decoder import decoder_stage
-from weft.stages.functions import StageFunctions
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State

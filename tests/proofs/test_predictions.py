@@ -7,7 +7,7 @@ import torch
 from weft.effects import AllGather, AllReduce, AllToAll, Schema, TensorSchema
 from weft.proofs.predictions import Decode, calibrate, decodes, machines, measured_collective, predicted, table
 from weft.proofs.records import read
-from weft.transforms.pipelines.hardware import Machine
+from weft.transforms.pipelines.timing.hardware import Machine
 
 WITHIN = 0.1
 EXPLAINED = {

@@ -36,12 +36,12 @@ from weft.batch import Batch
 from weft.errors import DerivativeError
 from weft.proofs.strategies import ARCHITECTURES, ROPES
 from weft.proofs.strategies.models import moe_fields, window_fields
+from weft.stages.adapters.slots import stage_params
 from weft.stages.config import parse_config
-from weft.stages.drafting import model_drafter
+from weft.stages.drafters.drafting import model_drafter
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_adapter, random_params
-from weft.stages.slots import stage_params
 from weft.state import Drafting
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.setup import make_runner, make_state

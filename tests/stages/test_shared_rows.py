@@ -20,11 +20,11 @@ from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.settings import batch_invariant
 from weft.stages import head as module
+from weft.stages.custom.sown import sow
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import empty_states, split_layers
 from weft.stages.random_weights import random_params
 from weft.stages.shares import AXIS, SharedRows, TensorRanks, share_config
-from weft.stages.sown import sow
 from weft.state import Drafting, State, admit
 from weft.transforms.shards.shard import Sharded, shard
 from weft.trees import tree_map

@@ -8,8 +8,8 @@ import attrs
 from hypothesis import strategies as st
 
 from weft.effects import AllReduce, Broadcast, Collective, Effect, Fence, Program, Recv, Run, Send
-from weft.transforms.pipelines.costs import Costs
 from weft.transforms.pipelines.schedule import Job, make_programs
+from weft.transforms.pipelines.timing.costs import Costs
 
 
 @attrs.define(eq=False)

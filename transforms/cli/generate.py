@@ -10,7 +10,7 @@ from rich.text import Text
 from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
 from weft.errors import RequestError
-from weft.stages.adapters import load_adapter
+from weft.stages.adapters.adapter import load_adapter
 from weft.stages.model import Model
 from weft.transforms.cli.options import Generate
 from weft.transforms.cli.printing import check_file, printable, show

@@ -16,11 +16,11 @@ from weft.meshes.mesh import Mesh
 from weft.transforms.cli.options import Plan
 from weft.transforms.cli.printing import check_file, heading, show, write_file
 from weft.transforms.cli.ranks import read_config
-from weft.transforms.pipelines.drawing import LEAST_WIDTH
-from weft.transforms.pipelines.hardware import Machine
 from weft.transforms.pipelines.lanes import spread
-from weft.transforms.pipelines.prediction import NOTE, Prediction, predict_decode
-from weft.transforms.pipelines.splits import SplitPlan, plan_splits
+from weft.transforms.pipelines.timing.drawing import LEAST_WIDTH
+from weft.transforms.pipelines.timing.hardware import Machine
+from weft.transforms.pipelines.timing.prediction import NOTE, Prediction, predict_decode
+from weft.transforms.pipelines.timing.splits import SplitPlan, plan_splits
 
 
 def run(options: Plan) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.display.quantities import counted
-from weft.stages.adapters import load_adapter
+from weft.stages.adapters.adapter import load_adapter
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.cli.options import Serve

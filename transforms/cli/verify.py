@@ -6,7 +6,7 @@ from typing import Any
 from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
 from weft.display.tables import Table
-from weft.stages.adapters import load_adapter
+from weft.stages.adapters.adapter import load_adapter
 from weft.transforms.cli.options import Verify
 from weft.transforms.cli.printing import show
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config

@@ -14,7 +14,7 @@ from weft.arguments.checks import names_arguments
 from weft.arguments.equivalents import ENGINE, for_add
 from weft.errors import EngineError
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined

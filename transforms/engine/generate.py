@@ -16,7 +16,7 @@ from weft.arguments.equivalents import for_generate
 from weft.display.tables import bars_over_text, element, text, titled
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine

@@ -10,9 +10,9 @@ from torch import Tensor
 from weft.arguments.checks import Rule, check_values, is_int, kind_of
 from weft.batch import Batch
 from weft.errors import RequestError
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
+from weft.stages.adapters.slots import stage_params
 from weft.stages.model import Model
-from weft.stages.slots import stage_params
 from weft.torchapi.private import to_device
 from weft.transforms.engine.requests.inputs import each_rule, one_each
 from weft.transforms.engine.setup import make_runner, make_state

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weft.stages.model import Model
 from weft.transforms.engine.steps.executor import Executor, estimate_all
-from weft.transforms.pipelines.hardware import MEMORY_SHARE
+from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
 from weft.trees import tree_leaves
 
 _SMALL_CACHE_SHARE = 0.25

@@ -10,10 +10,10 @@ import torch
 from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values, is_int, names_arguments
 from weft.arguments.equivalents import LIMITS
 from weft.ops.attention.backends import AttentionBackend
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.config import ModelConfig
-from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
-from weft.stages.functions import OWN
+from weft.stages.custom.functions import OWN
+from weft.stages.drafters.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.state import Drafting, State

@@ -15,12 +15,12 @@ from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors, Output, PerToken
 from weft.sampling import SamplingParams
 from weft.schema import Schema
-from weft.stages.adapters import Adapter
-from weft.stages.functions import DecoderStage
+from weft.stages.adapters.adapter import Adapter
+from weft.stages.adapters.slots import stage_params
+from weft.stages.custom.functions import DecoderStage
 from weft.stages.layout import StageLayout, empty_states, split_model
 from weft.stages.model import Model
 from weft.stages.params import num_bytes
-from weft.stages.slots import stage_params
 from weft.state import State, admit, advance
 from weft.transforms.engine.memory import empty_pages
 from weft.transforms.engine.options import RULES, ResolvedLimits, stage_rule

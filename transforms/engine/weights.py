@@ -9,14 +9,14 @@ from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
 from weft.errors import RequestError
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
+from weft.stages.adapters.slots import check_slot, stage_params, write_slot
 from weft.stages.checkpoints.digests import digest_params
 from weft.stages.checkpoints.reading import PartView, list_some, places, tensor_shapes
 from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
-from weft.stages.slots import check_slot, stage_params, write_slot
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.options import RULES, Speculation
 from weft.transforms.engine.split import Split

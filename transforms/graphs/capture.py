@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.donation import changed_container, containers_in
+from weft.containers import changed_container, containers_in
 from weft.errors import CaptureError, WeftError
 from weft.ops.constants import constant
 from weft.padding import inert, padded_shape

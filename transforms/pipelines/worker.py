@@ -15,7 +15,7 @@ from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, placed
 from weft.schema import Schema
 from weft.torchapi.private import storage_id
-from weft.transforms.pipelines.timeline import measuring
+from weft.transforms.pipelines.timing.timeline import measuring
 from weft.trees import tree_leaves, tree_map
 
 

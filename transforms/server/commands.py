@@ -11,7 +11,7 @@ import torch
 
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
-from weft.stages.functions import StageFunctions
+from weft.stages.custom.functions import StageFunctions
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests.masks import Mask
 

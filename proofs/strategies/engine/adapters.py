@@ -4,12 +4,12 @@ from itertools import cycle, islice
 
 from hypothesis import strategies as st
 
+from weft.stages.adapters.slots import with_adapters
 from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_adapter
 from weft.stages.shares import WHOLE, Share, adaptable
-from weft.stages.slots import with_adapters
 
 NUM_ADAPTERS = 2
 

@@ -13,7 +13,7 @@ from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model

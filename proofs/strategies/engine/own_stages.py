@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weft.stages.custom.sown import carry, sow
 from weft.stages.decoder import attention, feed_forward
 from weft.stages.model import Model
-from weft.stages.sown import carry, sow
 
 Extras = Mapping[str, Tensor]
 _LAYERS = ("vector", "strength")

@@ -13,8 +13,8 @@ from weft.proofs.strategies.engine.embeds import images, with_mrope
 from weft.proofs.strategies.models import configs
 from weft.proofs.strategies.sampling import sampling_params
 from weft.stages.config import ModelConfig
+from weft.stages.custom.functions import DecoderStage
 from weft.stages.decoder import decoder_stage
-from weft.stages.functions import DecoderStage
 from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params

@@ -11,15 +11,15 @@ import torch
 from weft.batch import EMBEDDED
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig, parse_config
-from weft.stages.functions import Layer
+from weft.stages.custom.functions import Layer
+from weft.stages.custom.sown import sow
 from weft.stages.layout import split_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
 from weft.stages.shares import WHOLE, Share, adaptable
-from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.requests.prompts import EmbedsPrompt

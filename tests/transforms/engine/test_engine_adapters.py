@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
 from weft.errors import RequestError
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.cli.main import main
 from weft.transforms.engine.engine import Engine

@@ -18,7 +18,7 @@ from weft.proofs import CompletionRequest, engine_machine
 from weft.proofs.checks.engine_machine import EngineMachine
 from weft.proofs.strategies.engine.drafts import Drafts
 from weft.proofs.strategies.engine.engines import VOCABULARY, Half
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
 from weft.stages.shares import adaptable

@@ -12,7 +12,7 @@ from shares import LIMITS, PROMPTS, Asked, model_of, run, run_rank
 
 import weft
 from weft.errors import ConfigError, ProgramError, RequestError
-from weft.stages.functions import StageFunctions
+from weft.stages.custom.functions import StageFunctions
 from weft.transforms.engine.options import Speculation
 from weft.transforms.pipelines.transports.launch import launch
 

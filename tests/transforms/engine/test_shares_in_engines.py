@@ -13,9 +13,9 @@ from shares import LIMITS, PROMPTS, Asked, config_of, model_of, run, run_rank
 
 import weft
 from weft.errors import ConfigError, ProgramError, RequestError
+from weft.stages.adapters.slots import reserve_slots, write_slot
 from weft.stages.choices import pick_experts
 from weft.stages.shares import share_config
-from weft.stages.slots import reserve_slots, write_slot
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.setup import make_runner
 from weft.transforms.graphs.ladder import Limits

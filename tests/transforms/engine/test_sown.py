@@ -12,8 +12,8 @@ from weft.errors import ProgramError
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
+from weft.stages.custom.sown import sow
 from weft.stages.model import Model
-from weft.stages.sown import sow
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import Completion, generate
 from weft.transforms.engine.options import EngineLimits, Speculation

@@ -18,7 +18,7 @@ import weft
 from weft.donation import clone
 from weft.errors import CaptureError, DeviceError
 from weft.proofs.laws import assert_equal
-from weft.stages.module import from_module
+from weft.stages.custom.module import from_module
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline

@@ -10,7 +10,7 @@ from scaling import PARAMS, STATES, scale, stepped
 
 import weft
 from weft.errors import DescriptorError, ProgramError
-from weft.stages.module import from_module
+from weft.stages.custom.module import from_module
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports.threads import Threads
 

@@ -13,11 +13,11 @@ from weft.errors import ProgramError
 from weft.proofs.laws import own_schedules_are_compositions, stages_agree
 from weft.proofs.strategies import Woven, traces, woven_programs
 from weft.transforms.graphs.graphify import graphify
-from weft.transforms.pipelines.costs import Costs
 from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.schedule import Job, make_programs
-from weft.transforms.pipelines.simulate import simulate
+from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.simulate import simulate
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.local import Local

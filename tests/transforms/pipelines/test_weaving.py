@@ -9,9 +9,9 @@ from weft.display.tables import Table
 from weft.effects import Broadcast, Program, Run
 from weft.errors import ProgramError
 from weft.transforms.pipelines.checker import check
-from weft.transforms.pipelines.costs import Costs
 from weft.transforms.pipelines.schedule import Job, decode_jobs, make_programs
-from weft.transforms.pipelines.simulate import simulate
+from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.simulate import simulate
 from weft.transforms.pipelines.weaving import interleaved, weave
 
 STAGE = 1e-3

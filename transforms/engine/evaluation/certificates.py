@@ -15,7 +15,7 @@ from weft.display.quantities import counted
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.evaluation.facts import digest, digest_tokenizer, facts_of, seen_of
 from weft.transforms.engine.requests.host_state import Request

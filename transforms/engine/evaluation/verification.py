@@ -9,7 +9,7 @@ from weft.arguments.checks import Rule, check_values
 from weft.display.quantities import counted
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
-from weft.stages.adapters import Adapter
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.certificates import Certificate

@@ -12,7 +12,7 @@ from weft.arguments.checks import Rule, check_values, is_int
 from weft.batch import EMBEDDED
 from weft.display.summary import Summarized
 from weft.stages.attention.rope import mrope_position_delta
-from weft.stages.functions import StageFunctions
+from weft.stages.custom.functions import StageFunctions
 from weft.stages.model import Model
 
 _MAX_POSITION = 2**31

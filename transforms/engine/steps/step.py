@@ -14,7 +14,7 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import declare_donated, donates
 from weft.outputs import Output, PerToken
 from weft.sampling import SamplingParams
-from weft.stages.functions import StageFunctions
+from weft.stages.custom.functions import StageFunctions
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
 from weft.transforms.engine.requests.host_state import Budget

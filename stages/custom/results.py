@@ -1,0 +1,139 @@
+"""Checks of what functions of one's own return in the stages of a decoder, and notes on the errors that they raise."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import Rule, check_values, kind_of, other_signature
+from weft.batch import Batch, ResolvedBatch
+from weft.donation import donates
+from weft.errors import ProgramError
+from weft.outputs import IntermediateTensors, Output
+from weft.stages.custom.functions import LAYER, DecoderStage, Layer, Transform, name_of
+from weft.stages.custom.sown import sowing_nothing
+from weft.stages.layout import StageLayout
+from weft.stages.params import DecoderParams
+from weft.state import State
+from weft.trees import tree_structure
+
+
+def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *args: Any) -> tuple[Tensor, Tensor]:
+    """The result of a layer of one's own, checked.
+
+    Raises:
+        ProgramError: it is something else than a layer's.
+    """
+    hidden: Tensor = args[-1]
+    with blamed_on(f"layer {index}", args[2]):
+        made: Any = change(layer)
+        if not callable(made):
+            instead = "a function of the layer that returns a layer: layers={index: change}"
+            raise ProgramError(f"layers={{{index}: ...}}(layer)", f"it returned {kind_of(made)}", instead)
+        if (seen := other_signature(made, len(args))) is not None:
+            raise ProgramError(f"layers={{{index}: ...}}(layer)", f"it returned {seen}", f"a layer {LAYER}")
+        result: Any = made(*args)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+        if (result[0].shape, result[0].dtype) == (hidden.shape, hidden.dtype):
+            return result
+        seen = f"it returned hidden states {list(result[0].shape)}, {result[0].dtype}"
+    else:
+        seen = f"it returned {_kinds(result)}"
+    instead = f"(hidden, kv_pages), where hidden is {list(hidden.shape)}, {hidden.dtype}, as the given one"
+    raise ProgramError(f"layer {index} of with_stages(layers=...)", seen, instead)
+
+
+@contextmanager
+def blamed_on(function: str, given: ResolvedBatch | Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which each error gets a note: which of the user's functions raised it, and the names that it could
+    read, in a batch or in the extras of logits."""
+
+    def note(error: Exception) -> str:
+        if isinstance(given, ResolvedBatch):
+            names = {f"batch.{kind}": getattr(given, kind) for kind in ("extras", "carried", "token_extras")}
+        else:
+            names = {"extras": given}
+        parts = [f"{kind} has {', '.join(map(repr, own))}" for kind, own in names.items() if own]
+        if not parts and isinstance(error, KeyError):
+            parts = [f"{', '.join(names)} are empty: declare names with model.with_stages(...)"]
+        return f"in {function} of with_stages(...){'; ' * bool(parts)}{', '.join(parts)}"
+
+    with noted(note):
+        yield
+
+
+@contextmanager
+def noted(note: Callable[[Exception], str]) -> Iterator[None]:
+    """A context in which each error gets this note."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note(error))
+        raise
+
+
+def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
+    """The result of a block of one's own, which is added to the hidden states, checked.
+
+    Raises:
+        ProgramError: it is not of the hidden states' shape, or parts of it.
+    """
+    seen = f"it returned {_kinds(added)}"
+    if isinstance(added, Tensor):
+        fits = added.shape[-2:] == hidden.shape and added.dim() in (2, 3)
+        if fits and added.dtype in (hidden.dtype, torch.float32):
+            return added
+        seen = f"it returned {list(added.shape)}, {added.dtype}"
+    instead = f"{list(hidden.shape)}, {hidden.dtype}; or parts of it, [parts, *{list(hidden.shape)}], to be added up"
+    raise ProgramError(f"{function} of with_stages({function}=...)", seen, instead)
+
+
+def check_attended(mixed: Any, q: Tensor) -> Tensor:
+    """The result of an `attend` of one's own, checked.
+
+    Raises:
+        ProgramError: it is not of the queries' shape and dtype.
+    """
+    if isinstance(mixed, Tensor) and (mixed.shape, mixed.dtype) == (q.shape, q.dtype):
+        return mixed
+    seen = f"{list(mixed.shape)}, {mixed.dtype}" if isinstance(mixed, Tensor) else _kinds(mixed)
+    instead = f"a value for each head of each token, {list(q.shape)}, {q.dtype}, as the queries"
+    raise ProgramError("attend of with_stages(attend=...)", f"it returned {seen}", instead)
+
+
+def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:
+    """A transformed stage, which takes the storage of its state, and whose results are checked.
+
+    Raises:
+        ProgramError: the transform returns no function; or, at a call, that returns something else than a stage does.
+    """
+    call, inner = f"{name_of(transform)}({stage.__name__})", transform(stage)
+    rule: Rule = callable, "a stage: a function (params, state, batch, x) -> (state, y)"
+    check_values(call, {"its result": rule}, {"its result": inner}, ProgramError)
+    if (seen := other_signature(inner, 4)) is not None:
+        raise ProgramError(call, f"it returned {seen}", rule[1])
+
+    @donates("state")
+    def run(
+        params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
+    ) -> tuple[State, IntermediateTensors | Output]:
+        before = tree_structure(state)
+        with sowing_nothing("a transform of a stage"):
+            result: Any = inner(params, state, batch, x)
+        kind, seen = Output if layout.last else IntermediateTensors, f"it returned {_kinds(result)}"
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], kind):
+            if tree_structure(result[0]) == before:
+                return result[0], result[1]
+            seen = "it returned a state of another structure than the given one"
+        raise ProgramError(f"{call}(params, state, batch, x)", seen, f"(state, {kind.__name__}), as the stage does")
+
+    run.__name__ = run.__qualname__ = f"{stage.__name__}, {getattr(transform, '__name__', 'transformed')}"
+    return run
+
+
+def _kinds(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(kind_of(x) for x in result)})"
+    return kind_of(result)

@@ -1,0 +1,78 @@
+"""Whole models that read the tokens of another in its steps, with pages of their own: models beside, and drafters."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.arguments.checks import kind_of
+from weft.batch import ResolvedBatch
+from weft.errors import ProgramError
+from weft.stages.attention.rope import inverse_frequencies, rope_tables
+from weft.stages.config import ModelConfig
+from weft.stages.custom.functions import OWN, Beside, LogitsAt, StageFunctions
+from weft.stages.decoder import BLOCKS
+from weft.stages.head import head
+from weft.stages.inputs import embed
+from weft.stages.layers import run_layers
+from weft.stages.params import DecoderParams
+from weft.state import State
+
+Read = Callable[[DecoderParams, Tensor, ResolvedBatch], tuple[Tensor, Tensor]]
+"""`(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage reads."""
+
+
+def reader(config: ModelConfig, functions: StageFunctions = OWN) -> Read:
+    """A second, whole model in a step: it reads the same tokens, and keeps keys and values in pages of its own, at the
+    places of the first model's. An embedded token, which has no id, it reads as token 0; a prompt of images as text."""
+    _, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    section = config.rope.mrope_section
+
+    def read(params: DecoderParams, kv_pages: Tensor, batch: ResolvedBatch) -> tuple[Tensor, Tensor]:
+        known = attrs.evolve(batch, input_ids=batch.input_ids.clamp(min=0), adapters=None, active_adapters=None)
+        hidden = embed(params, known, None)
+        places = batch.positions if section is None else batch.positions[:, None].expand(-1, 3)
+        tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
+        return run_layers(config, BLOCKS, params, kv_pages, known, tables, hidden, functions)
+
+    return read
+
+
+def readers_beside(models: Mapping[str, tuple[ModelConfig, DecoderParams, StageFunctions]]) -> Beside:
+    """The models that read beside a last stage, by name."""
+    reads = {name: reader(config, functions) for name, (config, _, functions) in models.items()}
+
+    def read(state: State, batch: ResolvedBatch) -> tuple[State, dict[str, LogitsAt]]:
+        pages, logits = dict[str, Tensor](), dict[str, LogitsAt]()
+        for name, (config, params, _) in models.items():
+            hidden, pages[name] = reads[name](params, state.beside[name], batch)
+            logits[name] = functools.partial(_logits_at, config, params, hidden)
+        if any(own is not state.beside[name] for name, own in pages.items()):
+            state = attrs.evolve(state, beside=pages)
+        return state, logits
+
+    return read
+
+
+def _logits_at(config: ModelConfig, params: DecoderParams, hidden: Tensor, tokens: Tensor | slice) -> Tensor:
+    return head(config, params, hidden[tokens])
+
+
+def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
+    """Raise ProgramError for what is not a `Model` that can read beside this one."""
+    size, kind = model.config.vocab_size, type(model)
+    vocabulary = f"of {size} tokens, whose functions read no extras"
+    instead = f"weft.load(folder, {str(model.device)!r}): a whole model, here, {vocabulary}"
+    for name, other in beside.items():
+        seen = kind_of(other)
+        if isinstance(other, kind):
+            own = other.functions
+            more = own.extras, own.token_extras, own.captures, own.carries, own.beside, own.logits, other.transforms
+            place = other.device, other.is_whole, other.config.vocab_size
+            if not any(more) and place == (model.device, True, size):
+                continue
+            having = f" with {own}, and {len(other.transforms)} transforms" if any(more) else ""
+            seen = f"{other!r} of {other.config.vocab_size} tokens{having}"
+        raise ProgramError(f"{call} with beside={{{name!r}: ...}}", seen, instead)

@@ -1,0 +1,174 @@
+"""from_module: what it refuses, and what a graph of a module refuses; the module is left as it was."""
+
+import copy
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from refusal import refused
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
+
+from weft.errors import CaptureError, ProgramError
+from weft.proofs.laws import assert_equal
+from weft.stages.custom.module import from_module
+from weft.transforms.graphs.graphify import graphify
+
+LAW = "a stage is its module"
+X, T = torch.arange(12.0).view(3, 4), torch.tensor(2.0)
+
+
+class Several(nn.Module):
+    """Takes several inputs."""
+
+    def forward(self, x: Tensor, t: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        return x * t if scale is None else x * t * scale
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given", "why"),
+    [
+        ((X,), "a Tensor", "missing a required argument: 't'"),
+        ((X, T, T), "a Tensor, a Tensor, a Tensor", "too many positional arguments"),
+        ({"x": X, "time": T}, "x=..., time=...", "missing a required argument: 't'"),
+        ({}, "", "missing a required argument: 'x'"),
+        (X, "a Tensor", "missing a required argument: 't'"),
+    ],
+)
+def test_inputs_that_forward_does_not_take(inputs: Any, given: str, why: str) -> None:
+    made = from_module(Several())
+    seen = f"forward(x, t, scale) is given ({given}): {why}"
+    instead = "from_module(module, call=lambda module, batch, x: module(...))"
+    with refused(ProgramError, "stage Several(params, state, batch, None)", seen, instead):
+        made.stage(made.params, {}, inputs, None)
+
+
+class Keeps(nn.Module):
+    """Keeps something outside its buffers: a number, a tensor or a list, as `change` says."""
+
+    def __init__(self, change: Callable[["Keeps", Tensor], Any]) -> None:
+        super().__init__()
+        self.change, self.count, self.last, self.seen = change, 0, torch.zeros(3, 4), list[int]()
+        self.register_buffer("absent", None)
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        return x * self.weight + self.count + self.last
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "a number": (lambda module, x: setattr(module, "count", module.count + 1), "inner.count"),
+    "a tensor": (lambda module, x: setattr(module, "last", module.last + x), "inner.last"),
+    "a list": (lambda module, x: module.seen.append(1), "inner.seen"),
+    "a new attribute": (lambda module, x: setattr(module, "fresh", module.count), "inner.fresh"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_was(name: str) -> None:
+    change, path = CHANGES[name]
+    module = nn.Sequential(OrderedDict(inner=Keeps(change)))
+    made, key = from_module(module), path.partition(".")[2]
+    seen = f"{path} of the module changes while it runs, and a replay does not repeat that"
+    instead = f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module before"
+    with refused(CaptureError, "graphify(stage Sequential)", seen, instead):
+        graphify(made.stage)(made.params, made.state, X, None)
+    inner: Any = module.inner
+    assert (inner.count, inner.seen, inner.last.sum(), hasattr(inner, "fresh")) == (0, [], 0, False)
+    wanted = copy.deepcopy(module).requires_grad_(False)
+    for _ in range(2):  # outside a graph it is the module
+        assert_equal(LAW, made.stage(made.params, {}, X, None)[1], wanted(X))
+
+
+@pytest.mark.parametrize(
+    "hook", [nn.utils.spectral_norm, lambda module: prune.random_unstructured(module, "weight", 0.5)]
+)
+def test_a_weight_that_a_hook_computes_is_refused_in_a_graph(hook: Any) -> None:
+    made = from_module(nn.Sequential(hook(nn.Linear(4, 2))))
+    seen = "0.weight of the module changes while it runs, and a replay does not repeat that"
+    instead = "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned module"
+    with refused(CaptureError, "graphify(stage Sequential)", seen, instead):
+        graphify(made.stage)(made.params, made.state, X, None)
+
+
+@pytest.mark.parametrize(("name", "draw"), [("random", random.random), ("numpy.random", np.random.rand)])
+def test_draws_that_are_not_torchs_are_refused_in_a_graph(name: str, draw: Callable[[], float]) -> None:
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * draw()
+
+    random.seed(0)
+    np.random.seed(0)
+    wanted = draw()
+    random.seed(0)
+    np.random.seed(0)
+    seen, instead = f"a draw from {name}, which a replay does not repeat", "a draw from torch: torch.rand(...)"
+    with refused(CaptureError, "graphify(stage Draws)", seen, instead):
+        graphify(from_module(Draws()).stage)({}, {}, X, None)
+    assert draw() == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "seen", "instead"),
+    [
+        (
+            lambda module, x: setattr(module, "absent", x),
+            "the run made the buffer absent",
+            "make it before that: run the module once",
+        ),
+        (
+            lambda module, x: setattr(module, "weight", nn.Parameter(module.weight * 2)),
+            "the run replaced the parameter weight, which is not part of the new state",
+            "a buffer in its place: register_buffer('weight', ...)",
+        ),
+    ],
+)
+def test_a_run_that_makes_what_has_no_place_in_the_state(change: Any, seen: str, instead: str) -> None:
+    made = from_module(Keeps(change))
+    with refused(ProgramError, "stage Keeps(params, state, ...)", seen, instead):
+        made.stage(made.params, made.state, X, None)
+
+
+class Views(nn.Module):
+    """Has two buffers in one piece of memory, which overlap by `more` entries."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        memory = torch.zeros(8)
+        self.register_buffer("a", memory[: 4 + more])
+        self.register_buffer("b", memory[4:])
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "written", "seen", "instead"),
+    [
+        (
+            nn.LazyLinear(3),
+            None,
+            "LazyLinear(...)",
+            "weight, which has no shape yet",
+            "call the module once on inputs before that",
+        ),
+        (Views(1), None, "Views(...)", "buffers a and b, which share memory", "a clone() of one of them"),
+        (Views(0), 3, "Views(...)", "call=3, an int", "call=lambda module, batch, x: module(...)"),
+        (nn.Linear, None, "module", "Linear, the class", "a module of it: Linear(...)"),
+    ],
+)
+def test_modules_that_are_refused(module: Any, call: Any, written: str, seen: str, instead: str) -> None:
+    with refused(ProgramError, f"weft.stages.from_module({written})", seen, instead):
+        from_module(module, call=call)
+
+
+def test_a_counter_of_operators_is_no_graph() -> None:
+    change, _ = CHANGES["a number"]
+    module = Keeps(change)
+    made = from_module(module)
+    with FlopCounterMode(display=False):
+        made.stage(made.params, {}, X, None)
+    assert module.count == 1

@@ -1,0 +1,209 @@
+"""Models that read beside another one: contrastive decoding as transformers computes it, in every way to run."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.batch import Batch
+from weft.errors import ProgramError, RequestError
+from weft.sampling import SamplingParams
+from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.checkpoints.loading import load
+from weft.stages.custom.sown import sow
+from weft.stages.layout import split_layers
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.generate import generate
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.setup import make_runner, make_state
+from weft.transforms.graphs.ladder import MODES, Limits
+from weft.trees import tree_map
+
+PROMPTS = ["The function returns a list of", "The function returns a tuple of", "In Python, "]
+WAYS: list[dict[str, Any]] = [
+    *({"graph": mode} for mode in MODES), {"pipeline": 2}, {"pipeline": 3}, {"speculation": Speculation(num_tokens=3)},
+    {"pipeline": 2, "speculation": Speculation(num_tokens=3)},
+]  # fmt: skip
+LAYERS = 2
+
+
+def contrast(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+    return 1.5 * logits - extras["amateur"]
+
+
+@pytest.fixture(scope="module")
+def expert() -> Model:
+    return load(DEMO, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def amateur(expert: Model) -> Model:
+    """The expert's first layers."""
+    params = attrs.evolve(expert.params, layers=expert.params.layers[:LAYERS])
+    (layout,) = split_layers(LAYERS, 1)
+    return Model(attrs.evolve(expert.config, num_layers=LAYERS), params, None, Path("amateur"), layout=layout)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> tuple[Any, Any]:
+    """Transformers' expert and amateur."""
+    transformers = pytest.importorskip("transformers")
+    whole, first = (transformers.AutoModelForCausalLM.from_pretrained(Path(DEMO), dtype=torch.float32) for _ in "12")
+    first.model.layers = first.model.layers[:LAYERS]
+    return whole, first
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(f"{func}")
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(expert: Model, amateur: Model, logits: Callable[..., Tensor]) -> list[str]:
+    """The operators of a step that captures, and has extras and a model beside."""
+    options: dict[str, Any] = {"beside": {"amateur": amateur}, "logits": logits}
+    zero = torch.zeros(expert.config.hidden_size)
+    own = expert.with_stages(layers={1: watched}, captures={"early": zero}, extras={"vector": zero}, **options)
+    runner = make_runner(own, Limits(2, 16), mode="none")
+    state = make_state(own, runner.layouts, [8, 8])
+    with Operators() as seen, torch.no_grad():
+        runner.step(runner.params, state, Batch.ragged([0, 1], [[5, 6], [7]]))
+    return seen.names
+
+
+def watched(layer: Any) -> Any:
+    def run(*args: Any) -> Any:
+        hidden, pages = layer(*args)
+        sow("early", hidden)
+        return hidden, pages
+
+    return run
+
+
+def reading(*names: str) -> Callable[..., Tensor]:
+    """A function on logits that reads some of its extras, and changes nothing."""
+
+    def change(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+        assert {*extras} == {"vector", "early", "amateur"}
+        for name in names:
+            assert len(extras[name]) == len(logits)
+        return logits
+
+    return change
+
+
+def test_what_logits_do_not_read_is_not_computed(expert: Model, amateur: Model) -> None:
+    """What they read is computed once: a capture by one operator, the logits of the model beside by several."""
+    none, early, other, twice = (
+        len(operators_of(expert, amateur, reading(*names)))
+        for names in ((), ("early",), ("amateur",), ("amateur", "amateur"))
+    )
+    assert none == early - 1
+    assert early < other == twice
+
+
+def contrasted(theirs: tuple[Any, Any], ids: list[int]) -> Tensor:
+    whole, first = (model(torch.tensor([ids]), use_cache=False).logits[0] for model in theirs)
+    found: Tensor = 1.5 * whole - first
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(expert: Model, theirs: tuple[Any, Any]) -> list[list[int]]:
+    """Greedy tokens by transformers' two models, each reading everything anew for each token."""
+    found = []
+    for prompt in PROMPTS:
+        ids = expert.encode(prompt)
+        start = len(ids)
+        while len(ids) < start + 16 and (len(ids) == start or ids[-1] not in expert.config.eos_token_ids):
+            ids = [*ids, int(contrasted(theirs, ids)[-1].argmax())]
+        found.append(ids[start:])
+    return found
+
+
+def tokens(model: Model, **options: Any) -> list[list[int]]:
+    return [c.token_ids for c in generate(model, PROMPTS, max_tokens=16, **options)]
+
+
+def test_contrastive_decoding_is_that_of_transformers(expert: Model, amateur: Model, expected: list[list[int]]) -> None:
+    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    assert tokens(expert) != expected
+    for way in WAYS:
+        assert tokens(own, **way) == expected, way
+
+
+def test_pages_are_shared_preempted_and_forked(expert: Model, amateur: Model, expected: list[list[int]]) -> None:
+    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    ids = [expert.encode(prompt) for prompt in PROMPTS]
+    longest = max(map(len, ids)) + 16
+    limits = EngineLimits(page_size=4, max_num_reqs=4, max_model_len=longest, max_num_tokens=16, num_pages=24)
+    engine = Engine(own, limits)
+    names = {}
+    for _ in range(2):  # the second time their prefixes are known
+        for prompt, wanted in zip(ids, expected, strict=True):
+            names[engine.add(prompt, SamplingParams(temperature=0, n=2), max_tokens=16)] = wanted
+        said: dict[tuple[str, int], list[int]] = {}
+        for output in engine:
+            said.setdefault((output.id, output.index), []).extend(output.token_ids)
+        for (name, _), own_tokens in said.items():
+            assert own_tokens == names[name]
+    stats = engine.stats()
+    assert stats.preempted > 0
+    assert stats.prefix_tokens > 0
+
+
+def test_logprobs_of_prompts_are_of_the_changed_logits(expert: Model, amateur: Model, theirs: tuple[Any, Any]) -> None:
+    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    ids = expert.encode(PROMPTS[0])
+    wanted = contrasted(theirs, ids).log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+    for way in WAYS:
+        sampling = SamplingParams(temperature=0, prompt_logprobs=0)
+        (found,) = generate(own, PROMPTS[:1], max_tokens=1, sampling=sampling, **way)
+        assert found.prompt_logprobs == pytest.approx(wanted, abs=1e-3), way
+
+
+def test_parameters_of_a_model_beside_that_change_are_noticed(expert: Model, amateur: Model) -> None:
+    params = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, amateur.params)
+    own = expert.with_stages(beside={"amateur": attrs.evolve(amateur, params=params)}, logits=contrast)
+    ids = expert.encode(PROMPTS[0])
+
+    def said(engine: Engine) -> list[int]:
+        engine.add(ids, SamplingParams(temperature=0), max_tokens=8)
+        return [token for output in engine for token in output.token_ids]
+
+    engine = Engine(own, EngineLimits(page_size=4))
+    before = said(engine)
+    params.layers[0].qkv_proj.neg_()
+    assert said(engine) == said(Engine(own)) != before
+
+
+def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
+    with pytest.raises(ProgramError, match=r"no logits=f that reads(.|\n)*instead"):
+        expert.with_stages(beside={"amateur": amateur})
+    with pytest.raises(ProgramError, match=r"beside={'amateur': \.\.\.}\n  saw: an int"):
+        expert.with_stages(beside={"amateur": 3}, logits=contrast)  # type: ignore[dict-item]
+    steered = amateur.with_stages(extras={"vector": torch.zeros(2)})
+    with pytest.raises(ProgramError, match=r"extra vector: \[2\](.|\n)*whose functions read no extras"):
+        expert.with_stages(beside={"amateur": steered}, logits=contrast)
+    with pytest.raises(ProgramError, match="'x' in extras and in captures"):
+        expert.with_stages(extras={"x": torch.zeros(())}, captures={"x": torch.zeros(())})
+    other = attrs.evolve(amateur, config=attrs.evolve(amateur.config, vocab_size=7))
+    with pytest.raises(ProgramError, match=r"of 7 tokens(.|\n)*a whole model, here, of 257 tokens"):
+        expert.with_stages(beside={"amateur": other}, logits=contrast)
+    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    with pytest.raises(RequestError, match="a draft model without models beside"):
+        Engine(expert, speculation=Speculation(num_tokens=2, model=own))
+    with pytest.raises(ProgramError, match="'amateur' in extras and in beside"):
+        expert.with_stages(beside={"amateur": amateur}, logits=contrast, extras={"amateur": torch.zeros(())})

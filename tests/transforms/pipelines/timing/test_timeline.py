@@ -1,0 +1,201 @@
+"""Timelines: shares, text, SVG, measured timelines, and comparisons."""
+
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from weft.display.durations import ticks
+from weft.effects import Run, Send
+from weft.errors import CostError, ProgramError
+from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
+from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.events import Event
+from weft.transforms.pipelines.timing.simulate import simulate
+from weft.transforms.pipelines.timing.timeline import Comparison, Timeline, compare, measure
+
+
+def decoding(stages: int, cohorts: int, steps: int) -> Timeline:
+    costs = Costs([1e-3] * stages, advance=2e-4, latency=5e-5, launch=5e-5, message_bytes=4096)
+    return simulate(make_programs(stages, decode_jobs(cohorts, steps)), costs)
+
+
+def test_the_text_has_a_row_a_rank_and_a_digit_for_what_runs() -> None:
+    costs = Costs([2e-3, 2e-3, 3e-3], advance=1e-3, message_bytes=2048)
+    assert str(simulate(streaming(3, 3, feedback=True), costs)).splitlines() == [
+        "    ms |0                  |5                  |10                 |15    bubble",
+        "rank 0 000000001111111122222222....+++++............++++............++++     44%",
+        "rank 1 ........0000000011111111222222222++++........++++............++++     44%",
+        "rank 2 ................000000000000+++++111111111111++++222222222222++++     25%",
+        "0-9 runs that micro-batch (its last digit); + advances; . waits",
+        "3 ranks, 16 ms; most bytes of messages a rank holds: 2,048",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 133])
+@pytest.mark.parametrize("ranks", [1, 2, 12])
+def test_lines_keep_to_the_width(width: int, ranks: int) -> None:
+    text = decoding(ranks, ranks, 2).as_text(width)
+    rows = [line for line in text.splitlines() if re.match(r"rank \d", line)]
+    assert max(map(len, text.splitlines())) <= width
+    assert len(rows) == ranks
+    assert {len(row) for row in rows} == {width}
+
+
+def test_the_legend_has_what_is_drawn_and_nothing_else() -> None:
+    alone = simulate(streaming(1, 1), Costs([1.0])).as_text()
+    assert "0-9 runs that micro-batch (its last digit)\n1 rank, 1 s" in alone
+    assert "waits" in decoding(2, 1, 1).as_text(40)
+    launched = simulate(streaming(2, 2, feedback=True), Costs([1, 1], advance=1, launch=1)).as_text(200)
+    assert "0-9 runs that micro-batch (its last digit); + advances; - sends, launches; . waits" in launched
+
+
+def test_no_time_and_no_events_can_be_drawn() -> None:
+    assert Timeline.of([]).step_time == 0
+    assert "0 ranks" in str(Timeline.of([]))
+    nothing = simulate(streaming(2, 1), Costs([0, 0]))
+    assert nothing.busy == (0, 0)
+    assert ElementTree.fromstring(nothing._repr_html_()) is not None
+
+
+def test_a_narrow_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"as_text\(width=39\)\n  saw: no room\n  instead: a width >= 40"):
+        decoding(1, 1, 1).as_text(39)
+
+
+@given(st.floats(1e-9, 1e9), st.integers(1, 12))
+def test_ticks_are_round_even_and_few(span: float, most: int) -> None:
+    found = ticks(span, most)
+    assert found[0] == 0
+    assert len(found) <= most
+    assert found[-1] <= span * (1 + 1e-9)
+    if len(found) > 1:
+        assert found == pytest.approx([index * found[1] for index in range(len(found))])
+        assert f"{found[1]:e}"[0] in "125"
+        assert set(f"{found[1]:.6e}"[2:8]) == {"0"}
+    if most >= 4:
+        assert len(found) >= 2
+
+
+# the picture
+
+WIDE = 6.0  # pixels of a digit
+
+
+def texts(svg: str) -> list[tuple[float, float, str, str]]:
+    root = ElementTree.fromstring(svg)
+    found = (node for node in root.iter() if node.tag.endswith("text"))
+    return [(float(n.attrib["x"]), float(n.attrib["y"]), n.attrib["text-anchor"], n.text or "") for n in found]
+
+
+@pytest.mark.parametrize(("stages", "cohorts", "steps"), [(1, 1, 1), (4, 4, 3), (12, 24, 6)])
+def test_the_picture_has_an_event_for_each_and_labels_that_do_not_touch(stages: int, cohorts: int, steps: int) -> None:
+    timeline = decoding(stages, cohorts, steps)
+    svg = timeline._repr_html_()
+    titles = re.findall("<title>(.*?)</title>", svg)
+    assert len(titles) == len(timeline.events)
+    assert titles[0] == "rank 0: run stage 0 [mb 0]; 0 us to 1.05 ms"
+    lines: dict[float, list[tuple[float, float]]] = {}
+    without_legend = svg.split('<g transform="')[0] + "</svg>"
+    for x, y, anchor, text in texts(without_legend):
+        wide = WIDE * len(text)
+        left = x - {"start": 0, "middle": wide / 2, "end": wide}[anchor]
+        lines.setdefault(y, []).append((left, left + wide))
+    for spans in lines.values():
+        ordered = sorted(spans)
+        assert all(right <= left for (_, right), (left, _) in itertools.pairwise(ordered))
+        assert ordered[0][0] >= 0
+        assert ordered[-1][1] <= 920
+
+
+def test_the_picture_has_a_legend_of_what_is_drawn_and_no_background() -> None:
+    alone, fed = simulate(streaming(1, 1), Costs([1.0])).as_svg(), decoding(3, 3, 2).as_svg()
+    words = {text for _, _, _, text in texts(fed)} - {text for _, _, _, text in texts(alone)}
+    assert {"advances", "waits", "sends, launches", "received", "sent"} <= words
+    assert "runs; number and colour: micro-batch" in alone
+    assert "fence" not in fed
+    assert "white" not in fed
+    assert fed.count("<line") == fed.count('stroke="currentColor"')
+
+
+def test_a_number_is_in_the_box_of_what_runs_only_where_it_fits() -> None:
+    roomy, tight = (decoding(2, 2, steps)._repr_html_() for steps in (4, 300))
+    inside = re.findall(r"<g><title>rank 0: run stage 0 \[mb (\d+)\].*?</title><rect.*?/><text.*?>(\d+)</text>", roomy)
+    assert [mb for mb, _ in inside] == [label for _, label in inside] == [str(mb) for mb in range(8)]
+    assert re.search(r"mb 599\].*?</title><rect.*?/><text", tight) is None
+
+
+# a measured run
+
+
+def test_a_measured_run_draws_as_a_simulated_one() -> None:
+    simulated = decoding(3, 3, 2)
+    later = [attrs.evolve(e, start=e.start + 1024.0, end=e.end + 1024.0) for e in reversed(simulated.events)]
+    by_rank = [e for rank in range(3) for e in reversed(later) if e.rank == rank]
+    measured = Timeline.of(by_rank, simulated.peak_bytes)
+    assert measured.step_time == pytest.approx(simulated.step_time)
+    assert str(measured) == str(simulated)
+    assert re.sub(r"\d+\.\d+", "", measured._repr_html_()) == re.sub(r"\d+\.\d+", "", simulated._repr_html_())
+
+
+def test_a_measured_run_need_not_count_its_messages() -> None:
+    measured = Timeline.of([Event(0, Run("stage 0", 0), 3.0, 5.0), Event(1, Run("stage 1", 0), 5.0, 7.0, 1.0)])
+    assert (measured.step_time, measured.busy, measured.bubble) == (4, (0.5, 0.25), (0.5, 0.75))
+    assert str(measured).endswith("2 ranks, 4 s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        ((0, 2.0, 1.0), "finite seconds with start <= end"),
+        ((0, 0.0, math.nan), "finite seconds"),
+        ((0, -math.inf, 0.0), "finite seconds"),
+        ((-1, 0.0, 1.0), "a rank >= 0"),
+        ((0, 0.0, 1.0, -0.5), "0 <= waited"),
+        ((0, 0.0, 1.0, 1.5), "waited <= end - start"),
+    ],
+)
+def test_an_event_that_cannot_be_is_refused(arguments: Any, instead: str) -> None:
+    rank, *moments = arguments
+    with pytest.raises(CostError) as error:
+        Event(rank, Send(1, 0), *moments)
+    assert instead in error.value.instead
+
+
+# compare
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    simulated = simulate(streaming(2, 2), Costs([1.0, 1.0]))
+    measured = simulate(streaming(2, 2), Costs([1.0, 2.0]))
+    found = compare(simulated, measured)
+    assert found.step_time == pytest.approx((3 - 5) / 5)
+    assert found.busy == pytest.approx(((2 / 3 - 2 / 5) / (2 / 5), (2 / 3 - 4 / 5) / (4 / 5)))
+    assert str(found).splitlines()[1] == "  step time -40.0%"
+    assert compare(measured, measured) == Comparison(0.0, (0.0, 0.0), measured, measured)
+
+
+def test_timelines_of_other_programs_are_not_compared() -> None:
+    pair = [simulate(streaming(2, mbs), Costs([1.0, 1.0])) for mbs in (2, 3)]
+    for (simulated, measured), where in zip((pair, pair[::-1]), ("measured", "simulated"), strict=True):
+        with pytest.raises(ProgramError) as error:
+            compare(simulated, measured)
+        assert error.value.seen == f"rank 0: 'run stage 0 [mb 2]' is in the {where} timeline alone"
+
+
+def test_what_is_no_timeline_is_not_compared() -> None:
+    made = simulate(streaming(2, 1), Costs([1.0, 1.0]))
+    with measure() as recorder, pytest.raises(ProgramError) as error:
+        compare(made, recorder)  # type: ignore[arg-type]
+    assert error.value.seen == "measured is a Recorder"
+
+
+def test_the_picture_for_a_file_is_that_of_a_notebook() -> None:
+    made = simulate(streaming(2, 1), Costs([1.0, 1.0]))
+    assert made.as_svg() == made._repr_html_()
+    assert made.as_svg().startswith("<svg ")

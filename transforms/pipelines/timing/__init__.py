@@ -1,0 +1,1 @@
+"""The time of programs: simulated from the costs of their effects, measured as a timeline, predicted for a machine."""

@@ -1,0 +1,130 @@
+"""`plan_cohorts`: finds the number of cohorts into which to cut the requests of a decode loop."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from weft.arguments.checks import COUNT, Rule, check_values
+from weft.display.durations import duration
+from weft.display.tables import Table, Tabled
+from weft.effects import Run
+from weft.errors import CostError, ProgramError
+from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.steady import seconds_per_job
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("num_requests", "num_stages", "capacity"), COUNT),
+    "stage_seconds": (callable, "a function from a cohort's size to the seconds of each stage"),
+    "cohorts": (Iterable | None, "a list of numbers, as in cohorts=[1, 2], or None"),
+}
+
+
+@attrs.frozen
+class CohortRow:
+    """The steady state of a decode loop with one number of cohorts.
+
+    Args:
+        cohorts: their number; they take turns.
+        size: requests of each cohort; the last ones may be padding.
+        step_time: seconds in which every cohort makes a step, and so every request a token.
+        tokens_per_second: of all requests; padding makes no tokens.
+        bubbles: for each rank, the share of the time in which it neither runs a stage nor advances.
+    """
+
+    cohorts: int
+    size: int
+    step_time: float
+    tokens_per_second: float
+    bubbles: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The mean of the ranks' bubbles."""
+        return sum(self.bubbles) / len(self.bubbles)
+
+
+@attrs.frozen
+class CohortPlan(Tabled):
+    """The numbers of cohorts that were tried. It prints as a table, with the best one marked.
+
+    Args:
+        rows: one for each number of cohorts.
+    """
+
+    rows: tuple[CohortRow, ...]
+
+    @property
+    def best(self) -> CohortRow:
+        """The row with the most tokens per second; of rows equal to nine digits, the one with the fewest cohorts."""
+        return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
+
+    def table(self) -> Table:
+        """A table with one row per number of cohorts."""
+        header = ("cohorts", "of requests", "step", "tokens/s", "bubble", "")
+        return Table(header, tuple(self._cells(row) for row in self.rows))
+
+    def _cells(self, row: CohortRow) -> tuple[str, ...]:
+        numbers = str(row.cohorts), str(row.size), duration(row.step_time), f"{row.tokens_per_second:,.0f}"
+        return *numbers, f"{row.bubble:.0%}", "best" if row is self.best else ""
+
+
+def plan_cohorts(
+    stage_seconds: Callable[[int], Sequence[float] | Costs],
+    num_requests: int,
+    num_stages: int,
+    *,
+    cohorts: Iterable[int] | None = None,
+    capacity: int = 2,
+) -> CohortPlan:
+    """The decode loop (`decode_jobs`) in its steady state for each number of cohorts, each of
+    `ceil(num_requests / cohorts)` requests. Few large ones leave stages idle; many small ones read all the weights for
+    few tokens.
+
+    Args:
+        stage_seconds: a function from the size of a cohort to the seconds of each stage, or to all costs of a step.
+        num_requests: the requests that decode at the same time.
+        num_stages: ranks.
+        cohorts: the numbers to try; None: 1 to twice the number of stages, at most one per request.
+        capacity: as `simulate` takes it.
+
+    Raises:
+        ProgramError: a number less than 1, or more cohorts than requests.
+        CostError: costs for another number of stages, or that depend on the micro-batch.
+
+    >>> print(plan_cohorts(lambda size: [0.008 + 0.001 * size] * 2, 8, 2))
+    cohorts  of requests   step  tokens/s  bubble
+          1            8  32 ms       250     50%
+          2            4  24 ms       333      0%  best
+          3            3  33 ms       242      0%
+          4            2  40 ms       200      0%
+    """
+    call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts})"
+    numbers = {"num_requests": num_requests, "num_stages": num_stages, "capacity": capacity}
+    check_values(call, _RULES, {"stage_seconds": stage_seconds, **numbers, "cohorts": cohorts}, ProgramError)
+    tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
+    rules: dict[str, Rule] = {
+        "cohorts": (lambda own: own and own[0] >= 1 and own[-1] <= num_requests, "1 or more, and at most one a request")
+    }
+    check_values(call, rules, {"cohorts": tried}, ProgramError)
+    rows = []
+    for number in tried:
+        size = math.ceil(num_requests / number)
+        costs = _costs(stage_seconds(size), num_stages, call)
+        step_time = number * seconds_per_job(num_stages, number, costs, capacity)
+        busy = (number * (costs.seconds(Run(f"stage {stage}", 0)) + costs.advance) for stage in range(num_stages))
+        bubbles = tuple(max(0.0, 1.0 - own / step_time) if step_time else 0.0 for own in busy)
+        rows.append(CohortRow(number, size, step_time, num_requests / step_time if step_time else math.inf, bubbles))
+    return CohortPlan(tuple(rows))
+
+
+def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
+    costs = found if isinstance(found, Costs) else Costs(found)
+    names, same = ("stages", "message_bytes", "output_bytes"), "a cost that is the same for all micro-batches"
+    values = {name: getattr(costs, name) for name in names}
+    check_values(call, dict.fromkeys(names, (lambda each: not callable(each), same)), values, CostError)
+    rules: dict[str, Rule] = {
+        "stages": (lambda each: len(each) == num_stages, f"a cost for each of {num_stages} stages")
+    }
+    check_values(call, rules, {"stages": costs.stages}, CostError)
+    return costs

@@ -1,0 +1,179 @@
+"""`Costs`: the seconds and bytes of effects, for `simulate`."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from weft.arguments.checks import COUNT_OR_NONE, Rule, check_values
+from weft.effects import Broadcast, Effect, Run, Send
+from weft.errors import CostError
+from weft.meshes.collectives import AllGather, AllReduce, Collective
+from weft.transforms.pipelines.timing.events import ADVANCE
+
+_COST: Rule = (lambda value: 0 <= value < math.inf), "a finite number >= 0"
+_COST_OR_FUNCTION: Rule = (lambda value: callable(value) or 0 <= value < math.inf), _COST[1]
+_BANDWIDTH: Rule = (lambda value: value > 0), "a number > 0; infinite: transfers take the latency alone"
+_EACH: Rule = (lambda value: callable(value) or isinstance(value, Iterable)), ""
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("advance", "launch"), _COST),
+    **dict.fromkeys(("latency", "message_bytes", "output_bytes"), _COST_OR_FUNCTION),
+    "bytes_per_second": (lambda value: callable(value) or value > 0, _BANDWIDTH[1]),
+    "stages": (_EACH[0], "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)"),
+    "parts": (_EACH[0], "seconds of each part: (1e-3, 2e-3), or a function (part, rank)"),
+    "collective": (lambda value: value is None or callable(value), "a function from a collective to its seconds"),
+    "gpus_per_node": COUNT_OR_NONE,
+}
+_KINDS = {"stage": "stages", "part": "parts"}
+
+
+ONE_STEP, RING = "in one step to all others", "around a ring"
+BY_NODE = "in three phases: within nodes, between them, within"
+"""The ways to sum over ranks."""
+
+
+@attrs.frozen
+class Costs:
+    """The time of each effect in seconds, and the size of each message in bytes, for `simulate`.
+
+    In a collective of `n` ranks, each rank sends to each other what it needs, in one step: this takes one latency, and
+    the time of `n - 1` times the rank's bytes, or the `n`-th part of that in `ReduceScatter` and `AllToAll`.
+
+    An `AllReduce` takes the least of three times: that of one step; that of a ring, `2 (n - 1)` steps of an `n`-th part
+    each (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"); and, if its
+    ranks are in several nodes with equally many in each, that of three phases: reduce-scatter within each node,
+    all-reduce between nodes (one step or a ring) of each rank's part, and all-gather within each node.
+
+    Args:
+        stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) -> seconds`. Collectives
+            inside a stage are part of it.
+        advance: seconds of an advance of the state.
+        latency: seconds of each transfer, whatever its size, or a function of the ranks between which it is.
+        bytes_per_second: from each rank to another, or a function of the ranks, likewise; infinite: a transfer takes
+            only the latency.
+        message_bytes: of the message of a stage for a micro-batch, or a function of the micro-batch.
+        output_bytes: of the output that returns from the last stage, likewise.
+        launch: seconds of the host before each effect.
+        parts: seconds of each part of a sharded function, between its collectives, or a function `(part, rank) ->
+            seconds`.
+        collective: a function from a collective to its seconds, as measured; None: as `latency` and
+            `bytes_per_second` say.
+        gpus_per_node: ranks of a node, which are numbered one node after the other; None: all are in one node.
+
+    Raises:
+        CostError: a cost that is negative or not finite.
+
+    >>> Costs(stages=(1e-3, -1e-3))
+    Traceback (most recent call last):
+        ...
+    weft.errors.CostError: Costs(stages=(0.001, -0.001), …)
+      saw: stages[1]=-0.001
+      instead: a finite number >= 0
+    """
+
+    stages: Sequence[float] | Callable[[int, int], float] = ()
+    advance: float = 0.0
+    latency: float | Callable[[tuple[int, ...]], float] = 0.0
+    bytes_per_second: float | Callable[[tuple[int, ...]], float] = math.inf
+    message_bytes: float | Callable[[int], float] = 0
+    output_bytes: float | Callable[[int], float] = 0
+    launch: float = 0.0
+    parts: Sequence[float] | Callable[[int, int], float] = ()
+    collective: Callable[[Collective], float] | None = None
+    gpus_per_node: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in attrs.asdict(self, recurse=False).items():
+            check_values(f"Costs({name}={value!r}, …)", _RULES, {name: value}, CostError)
+        for name in _KINDS.values():
+            if not callable(own := getattr(self, name)):
+                each = {f"{name}[{index}]": value for index, value in enumerate(own)}
+                check_values(f"Costs({name}={own!r}, …)", dict.fromkeys(each, _COST), each, CostError)
+
+    def seconds(self, effect: Effect, rank: int = 0) -> float:
+        """The seconds in which a rank performs an effect, without waits and launch: 0 but for a `Run` and a
+        collective."""
+        if isinstance(effect, Collective):
+            return self._collective(effect)
+        if not isinstance(effect, Run):
+            return 0.0
+        if effect.what == ADVANCE:
+            return self.advance
+        match = re.fullmatch(r"(stage|part) (\d+)", effect.what)
+        name = _KINDS[match[1]] if match else "stages"
+        given, index = getattr(self, name), int(match[2]) if match else 0
+        if match is None or not (callable(given) or index < len(given)):
+            runs = "'part N'" if name == "parts" else f"'stage N', or of {ADVANCE!r}"
+            instead = f"Costs({name}=...) with a cost for each {name[:-1]}; a Run of {runs}"
+            raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
+        if callable(given):
+            other = effect.microbatch if name == "stages" else rank
+            return _valid(effect, f"{name}({index}, {other})", given(index, other))
+        return float(given[index])
+
+    def _collective(self, effect: Collective) -> float:
+        if self.collective is not None:
+            return _valid(effect, f"collective('{effect}')", self.collective(effect))
+        others, size = len(effect.ranks) - 1, collective_bytes(effect)
+        if not others:
+            return 0.0
+        if isinstance(effect, AllReduce):
+            return min(self.all_reduce_ways(effect).values())
+        sent = size if isinstance(effect, AllGather) else size / len(effect.ranks)
+        return self.transfer(effect, effect.ranks, others * sent)
+
+    def all_reduce_ways(self, effect: AllReduce) -> dict[str, float]:
+        """The seconds that a sum over several ranks takes in each way, by the way in words."""
+        size, found = collective_bytes(effect), dict[str, float]()
+        found[ONE_STEP], found[RING] = self._flat(effect, effect.ranks, size)
+        nodes = dict[int, list[int]]()
+        for rank in effect.ranks:
+            nodes.setdefault(rank // (self.gpus_per_node or len(effect.ranks)), []).append(rank)
+        first, *others = nodes.values()
+        if self.gpus_per_node and others and len(first) > 1 and {len(node) for node in others} == {len(first)}:
+            part = size / len(first)
+            within = self.transfer(effect, tuple(first), (len(first) - 1) * part)
+            across = min(self._flat(effect, tuple(node[0] for node in nodes.values()), part))
+            found[BY_NODE] = within + across + within
+        return found
+
+    def _flat(self, effect: AllReduce, ranks: tuple[int, ...], size: float) -> tuple[float, float]:
+        """The seconds of a sum over ranks in one step, and around a ring."""
+        others = len(ranks) - 1
+        ring = 2 * others * self.transfer(effect, ranks, size / len(ranks))
+        return self.transfer(effect, ranks, others * size), ring
+
+    def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
+        """The seconds in which so many bytes go from one of some ranks to another, for an effect."""
+        latency, per_second = self.latency, self.bytes_per_second
+        if callable(latency):
+            latency = _valid(effect, f"latency({ranks})", latency(ranks))
+        if callable(per_second):
+            per_second = _valid(effect, f"bytes_per_second({ranks})", per_second(ranks), _BANDWIDTH)
+        return latency + size / per_second
+
+    def bytes_of(self, effect: Send | Broadcast) -> float:
+        """The bytes of the message that an effect sends."""
+        name, mb = "message_bytes" if isinstance(effect, Send) else "output_bytes", effect.microbatch
+        size: float | Callable[[int], float] = getattr(self, name)
+        return _valid(effect, f"{name}({mb})", size(mb)) if callable(size) else size
+
+
+def collective_bytes(effect: Collective) -> int:
+    """The bytes of each rank's tensor.
+
+    Raises:
+        CostError: its schema is not known, or has dimensions that are names.
+    """
+    dims = None if effect.schema is None else [dim for tensor in effect.schema.tensors for dim in tensor.dims]
+    if effect.schema is None or dims is None or any(isinstance(dim, str) for dim in dims):
+        instead = "a schema of numbers, as in x[2, 64] float32; or Costs(collective=...), a function to its seconds"
+        raise CostError(f"costs of '{effect}'", "a tensor whose bytes are not known", instead)
+    return sum(math.prod(map(int, one.dims)) * one.dtype.itemsize for one in effect.schema.tensors)
+
+
+def _valid(effect: Effect, name: str, value: float, rule: Rule = _COST) -> float:
+    """A cost that the user's function returned."""
+    check_values(f"costs of '{effect}'", {name: rule}, {name: value}, CostError)
+    return value

@@ -1,0 +1,195 @@
+"""`DecodeLoad`: the work of a decode step in each stage of a pipeline, and the costs of its effects."""
+
+import functools
+from typing import Any
+
+import attrs
+import torch
+
+from weft.display.quantities import byte_size
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective
+from weft.schema import Schema, TensorSchema
+from weft.stages.config import ModelConfig
+from weft.stages.layout import BYTES_PER_LOGIT, balance, layer_weights, split_layers
+from weft.stages.shares import share_config
+from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, MEMORY_SHARE, Machine
+
+_GRAPHS_BYTES = 500_000_000
+"""A generous size of the graphs of one rank: the largest in `proofs/results/` take 463 MB."""
+_OUTPUT_BYTES = 8 + 4
+"""Bytes of a request's token and logprob (`weft.outputs.Output`)."""
+
+
+@attrs.frozen
+class MemoryNeed:
+    """The bytes that a rank of one stage holds.
+
+    Args:
+        weights: of its share of the stage's layers, embedding and head.
+        kv: the keys and values of all requests.
+        graphs: its graphs.
+    """
+
+    weights: int
+    kv: int
+    graphs: int = _GRAPHS_BYTES
+
+    @property
+    def total(self) -> float:
+        """The least memory of a device that can run it, as an engine divides what the weights leave."""
+        return self.weights + (self.kv + self.graphs) / MEMORY_SHARE
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv, "graphs": self.graphs}
+        return ", ".join(f"{name} {byte_size(size)}" for name, size in parts.items())
+
+
+@attrs.frozen
+class DecodeLoad:
+    """The bytes that a decode step reads on one rank, and the seconds that its stages take: bytes over bandwidth, their
+    kernels besides, and the collectives of ranks that share each layer.
+
+    Args:
+        context: tokens before the one that is generated.
+        num_shards: the ranks that share each layer. The ranks of a stage have successive numbers.
+    """
+
+    config: ModelConfig
+    num_stages: int
+    context: int
+    machine: Machine
+    num_shards: int = 1
+
+    @functools.cached_property
+    def own(self) -> ModelConfig:
+        """The configuration of one rank's share."""
+        return self.config if self.num_shards == 1 else share_config(self.config, self.num_shards)
+
+    @property
+    def own_logits(self) -> int:
+        """The logits of a request that a rank computes."""
+        return -(-self.config.vocab_size // self.num_shards)
+
+    @property
+    def kernels(self) -> float:
+        """The seconds of a layer's kernels besides their reading."""
+        return KERNELS_PER_LAYER * self.machine.kernel
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """The ranks that share a stage."""
+        return tuple(range(stage * self.num_shards, (stage + 1) * self.num_shards))
+
+    def all_reduce(self, size: int) -> float:
+        """The seconds of the sum of what the ranks' shares of a block add to `size` tokens' hidden states."""
+        return self._longest(AllReduce, size, self.config.hidden_size)
+
+    def all_reduce_way(self, size: int) -> str:
+        """The way in which that sum is fastest, for the ranks that are the farthest apart."""
+        effect = self._slowest(AllReduce, size, self.config.hidden_size)
+        assert isinstance(effect, AllReduce)
+        ways = self._link_costs.all_reduce_ways(effect)
+        return min(ways, key=ways.__getitem__)
+
+    def sampling(self, size: int) -> float:
+        """The seconds in which the ranks of the last stage exchange the logits of `size` requests, so that each has
+        those of its rows, sample, and gather the tokens."""
+        rows = -(-size // self.num_shards)
+        sampled = rows * self.config.vocab_size * BYTES_PER_LOGIT / self.machine.bandwidth
+        exchange = self._longest(AllToAll, rows * self.num_shards, self.own_logits)
+        tokens = self._longest(AllGather, rows, _OUTPUT_BYTES, dtype=torch.uint8) if size > 1 else 0.0
+        return sampled + exchange + tokens
+
+    def _longest(self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None) -> float:
+        """The seconds of a collective of the stage whose ranks are the farthest apart."""
+        if self.num_shards == 1:
+            return 0.0
+        return self._link_costs.seconds(self._slowest(kind, *dims, dtype=dtype))
+
+    def _slowest(self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None) -> Collective:
+        """A collective of the ranks of the stage in which it takes the longest."""
+        schema = Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
+        groups = {self.machine.per_node(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))}
+        return max((kind(ranks, schema=schema) for ranks in groups.values()), key=self._link_costs.seconds)
+
+    @functools.cached_property
+    def _link_costs(self) -> Costs:
+        """The costs of what the ranks of a stage exchange."""
+        own = self.machine
+        return Costs(
+            latency=own.latency_of,
+            bytes_per_second=own.link_of,
+            collective=own.collective,
+            gpus_per_node=own.gpus_per_node,
+        )
+
+    def transfer(self, size: int) -> float:
+        """The seconds of the slowest message of `size` requests from one stage to the next; 0: there is only one."""
+        message, machine = size * self.bytes()["message"], self.machine
+        pairs = (self._farthest((stage, stage + 1)) for stage in range(self.num_stages - 1))
+        return max((machine.latency_of(pair) + message / machine.link_of(pair) for pair in pairs), default=0.0)
+
+    def _farthest(self, stages: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks of two stages in one lane; in one where they are in two nodes, if there is such a lane."""
+        lanes = list(zip(*map(self.ranks, stages), strict=True))
+        return min(lanes, key=self.machine.is_near)
+
+    def bytes(self) -> dict[str, int]:
+        """The bytes on one rank of the largest layer's weights, with all its experts; of the final norm and the head's
+        matrix; of a token's row of the embedding; of a token's keys and values in one layer; and of a token in the
+        message that one stage sends to the next. All are in the dtype that the model declares."""
+        config, row = self.own, self.config.hidden_size * self.config.dtype.itemsize
+        return {
+            "layer": max(weights.fixed + weights.experts for weights in layer_weights(config)),
+            "head": row + self.own_logits * row,
+            "embedding": row,
+            "kv": 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+            "message": row,
+        }
+
+    def memory(self, num_requests: int, size: int) -> tuple[MemoryNeed, ...]:
+        """The bytes that a rank of each stage holds, in the best split for a cohort of `size` requests, so that
+        `num_requests` fit into it with their context and a new token."""
+        own, layers, tied = self.bytes(), layer_weights(self.own), self.config.tie_word_embeddings
+        found = []
+        for stage in self.splits(size)["balanced"]:
+            start, stop = stage["start"], stage["stop"]
+            weights = sum(layer.fixed + layer.experts for layer in layers[start:stop])
+            is_last = stop == len(layers)
+            weights += own["head"] * is_last
+            weights += self.own_logits * own["embedding"] * (start == 0 and not (is_last and tied))
+            found.append(MemoryNeed(weights, num_requests * (self.context + 1) * own["kv"] * (stop - start)))
+        return tuple(found)
+
+    def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
+        """The best split for a cohort of `size` requests, and that by the number of layers alone: for each stage, its
+        layers and seconds."""
+        own, per_second = self.bytes(), self.machine.bandwidth
+        kv, shared = size * self.context * own["kv"], self.all_reduce(size)
+        besides = self.kernels + 2 * shared
+        layers = [(weights.read(size) + kv) / per_second + besides for weights in layer_weights(self.own)]
+        first = size * own["embedding"] / per_second + shared
+        last = own["head"] / per_second + self.sampling(size)
+
+        def seconds(start: int, stop: int) -> float:
+            return sum(layers[start:stop]) + first * (start == 0) + last * (stop == len(layers))
+
+        layouts = {
+            "balanced": balance(layers, self.num_stages, first=first, last=last),
+            "even": split_layers(len(layers), self.num_stages),
+        }
+        return {
+            name: [{"start": s.start, "stop": s.stop, "seconds": seconds(s.start, s.stop)} for s in split]
+            for name, split in layouts.items()
+        }
+
+    def costs(self, size: int) -> Costs:
+        """The costs of a step of a cohort of `size` requests, in its best split. Its ranks are those of one lane, and
+        collectives are part of the stages: all lanes come to them together."""
+        return Costs(
+            [stage["seconds"] for stage in self.splits(size)["balanced"]],
+            latency=lambda stages: self.machine.latency_of(self._farthest(stages)),
+            bytes_per_second=lambda stages: self.machine.link_of(self._farthest(stages)),
+            message_bytes=size * self.bytes()["message"],
+            output_bytes=size * _OUTPUT_BYTES,
+        )

@@ -1,0 +1,258 @@
+"""`predict_decode`: the time of a decode loop over pipeline stages, from a model's configuration and a bandwidth."""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from weft.arguments.checks import COUNT, Rule, check_values
+from weft.display.durations import duration
+from weft.display.quantities import byte_size, counted
+from weft.display.tables import Table, text, titled
+from weft.effects import Program
+from weft.errors import ProgramError, RequestError
+from weft.stages.config import ModelConfig
+from weft.stages.layout import split_layers
+from weft.stages.shares import share_config
+from weft.transforms.pipelines.schedule import decode_jobs, make_programs
+from weft.transforms.pipelines.timing.cohorts import CohortPlan, CohortRow, plan_cohorts
+from weft.transforms.pipelines.timing.decode_load import DecodeLoad, MemoryNeed
+from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, Machine
+from weft.transforms.pipelines.timing.simulate import simulate
+from weft.transforms.pipelines.timing.timeline import Timeline
+
+_MOST_JOBS = 10_000
+"""The most steps of all cohorts in a timeline."""
+_MOST_TRIED = 24
+"""The most numbers of cohorts that are tried, about."""
+_CONTEXT = 1024
+NOTE = (
+    "Predicted from bytes over bandwidth, not measured: a stage takes the time in which its device reads the weights "
+    "and the KV cache once, its collectives, and the time of its kernels beside that, if it is given. Arithmetic, "
+    "activations and the host count for nothing, so a real step is slower, and much slower if one of these bounds it."
+)
+
+
+@attrs.frozen(repr=False)
+class Prediction:
+    """A predicted decode loop. It prints as its answer and its assumptions; `cohorts` and `timeline` are pictures.
+
+    Args:
+        load: the bytes and seconds of its steps.
+        num_requests: requests that decode together.
+        cohorts: the numbers of cohorts that were tried.
+        chosen: the one of them that the rest is about.
+        splits: the layers of each stage, for a cohort of the chosen size.
+        steps: of each cohort in the timeline.
+    """
+
+    load: DecodeLoad
+    num_requests: int
+    cohorts: CohortPlan
+    chosen: CohortRow
+    splits: dict[str, list[dict[str, Any]]]
+    steps: int
+
+    @functools.cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of the first steps, one for each stage."""
+        return make_programs(self.load.num_stages, decode_jobs(self.chosen.cohorts, self.steps))
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The timeline of the first steps, from an empty pipeline."""
+        return simulate(self.programs, self.load.costs(self.chosen.size), capacity=self.load.machine.capacity)
+
+    def __str__(self) -> str:
+        return "\n".join((*self.answer(), "", *self.assumptions()))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        pictures = (picture._repr_html_() for picture in (self.stages(), self.cohorts, self.timeline))
+        return titled(text(", ".join(self.answer())), *pictures)
+
+    def stages(self) -> Table:
+        """A table with one row per stage: its layers and its seconds, in the best split and in that by their number."""
+        rows: list[dict[str, Any]] = [{"stage": index} for index in range(self.load.num_stages)]
+        for name, split in self.splits.items():
+            for row, own in zip(rows, split, strict=True):
+                row |= {f"{name}: layers": own["stop"] - own["start"], f"{name}: time": duration(own["seconds"])}
+        return Table.of(rows)
+
+    @property
+    def num_gpus(self) -> int:
+        """The ranks."""
+        return self.load.num_stages * self.load.num_shards
+
+    def answer(self) -> Iterator[str]:
+        """The lines of the answer: the throughput, a step's time, what bounds it, each stage's idle share, and whether
+        it fits into the devices' memory. If layers are shared between nodes whose bandwidth is not given, a line says
+        so."""
+        chosen = self.chosen
+        yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
+        yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
+        yield f"bound by {self.bound()}"
+        load, free = self.load, math.isinf(self.load.machine.between_nodes[1])
+        if free and not all(load.machine.is_near(load.ranks(stage)) for stage in range(load.num_stages)):
+            yield "too fast: nodes share layers at no cost; give the bandwidth between nodes"
+        yield f"bubbles: {', '.join(f'stage {stage} {bubble:.0%}' for stage, bubble in enumerate(chosen.bubbles))}"
+        yield self.memory()
+
+    @functools.cached_property
+    def fullest(self) -> tuple[int, MemoryNeed]:
+        """The stage whose ranks need the most memory, and what they hold."""
+        needs = self.load.memory(self.num_requests, self.chosen.size)
+        return max(enumerate(needs), key=lambda each: each[1].total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights, the KV cache of all requests, and graphs fit into the memory of every device."""
+        return self.fullest[1].total <= self.load.machine.memory
+
+    def memory(self) -> str:
+        """Whether it fits: the memory that a rank of the fullest stage needs, and what it has."""
+        (stage, need), has = self.fullest, byte_size(self.load.machine.memory)
+        return f"{'fits' if self.fits else 'does not fit'}: stage {stage} needs {byte_size(need.total)} of {has} a GPU"
+
+    def bound(self) -> str:
+        """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole pipeline."""
+        chosen, load, stages, sizes = self.chosen, self.load, self.splits["balanced"], self.load.bytes()
+        slowest = max(range(len(stages)), key=lambda index: stages[index]["seconds"])
+        start, stop, seconds = stages[slowest].values()
+        parts = {
+            "collectives": (stop - start) * 2 * load.all_reduce(chosen.size),
+            "kernels": (stop - start) * load.kernels,
+        }
+        for name, part in parts.items():
+            if part > seconds / 2:
+                return f"{name}: {duration(part)} of the {duration(seconds)} of the slowest stage"
+        if min(chosen.bubbles) < 0.01:
+            kv = chosen.size * load.context * sizes["kv"] * (stop - start)
+            share = kv / (seconds * load.machine.bandwidth)
+            return f"memory bandwidth: stage {slowest}, {1 - share:.0%} weights and {share:.0%} KV cache"
+        transfer = load.transfer(chosen.size)
+        if transfer > seconds:
+            return f"transfers: a message takes {duration(transfer)}, the slowest stage {duration(seconds)}"
+        return "the way of a cohort through all stages: ranks wait for it, with too few other cohorts to work on"
+
+    def assumptions(self) -> Iterator[str]:
+        """The lines of what is assumed about the model and the machine."""
+        config, machine, sizes, context = self.load.config, self.load.machine, self.load.bytes(), self.load.context
+        dtype = str(config.dtype).removeprefix("torch.")
+        stages, shards = counted(self.load.num_stages, "stage"), self.load.num_shards
+        dtype += " and FP8" * (config.fp8 is not None)
+        sharing, on_each = (text * (shards > 1) for text in (f", each shared by {shards} ranks", " of each rank"))
+        yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}{sharing}"
+        if (own := self.load.own.moe) is not None and config.moe is not None and shards > 1:
+            if own.held is None:
+                yield f"experts by columns: each rank has {own.inner} of the {config.moe.inner} of every expert"
+            else:
+                yield f"experts whole: each rank has {own.held} of {own.num_experts}, and as much to do as any other"
+        layer, head, kv = (byte_size(count) for count in (sizes["layer"], sizes["head"], sizes["kv"] * context))
+        yield f"weights{on_each}: {layer} per layer; the head {head}, on the last stage"
+        yield f"KV cache{on_each}: {kv} per request and layer, for {counted(context, 'token')} of context"
+        stage, need = self.fullest
+        yield f"GPU memory of stage {stage}: {need}"
+        yield f"memory bandwidth: {machine.bandwidth / 1e9:g} GB/s"
+        if machine.kernel:
+            yield f"each of {KERNELS_PER_LAYER} kernels of a layer takes {machine.kernel * 1e6:g} us besides"
+        yield f"a transfer takes {_transfer(machine.latency, machine.link)}; an edge holds {_messages(machine)}"
+        if machine.gpus_per_node is not None:
+            far = _transfer(*machine.between_nodes)
+            yield f"nodes of {counted(machine.gpus_per_node, 'GPU')}; between two of them a transfer takes {far}"
+        if shards > 1:
+            how = "as measured" if machine.collective else self.load.all_reduce_way(self.chosen.size)
+            yield f"a layer has two all-reduces of {counted(shards, 'rank')}, {how}"
+
+
+def _transfer(latency: float, link: float) -> str:
+    speed = "" if math.isinf(link) else f", and its bytes at {link / 1e9:g} GB/s"
+    return "no time" if not (latency or speed) else f"{latency * 1e6:g} us{speed}"
+
+
+def _messages(machine: Machine) -> str:
+    return counted(machine.capacity, "message")
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("num_stages", "shards", "requests", "num_gpus"), COUNT),
+    **dict.fromkeys(("context", "cohorts"), (int | None, "a whole number, or None")),
+    "steps": (int, "a whole number"),
+    "machine": (Machine | None, "Machine(bandwidth=4.8e12), or None"),
+}
+
+
+def predict_decode(
+    config: ModelConfig,
+    num_stages: int,
+    *,
+    shards: int = 1,
+    requests: int = 128,
+    context: int | None = None,
+    cohorts: int | None = None,
+    steps: int = 2,
+    machine: Machine | None = None,
+) -> Prediction:
+    """Predict a decode loop over pipeline stages from a model's configuration alone: its tokens per second and what
+    bounds them, the split of the layers, the number of cohorts, the timeline and the programs.
+
+    A stage takes its bytes over the bandwidth, its collectives, and the time of its kernels, where the machine has one:
+    no weights are read, and nothing is measured.
+
+    Args:
+        config: the whole model's, from `weft.stages.load_config`.
+        num_stages: pipeline stages.
+        shards: ranks that share each stage, by heads, inner columns or whole experts, and the vocabulary.
+        requests: requests that decode together.
+        context: tokens before the one that is generated; None: 1,024, or half of the model's positions.
+        cohorts: groups of requests that take turns; None: the number that is fastest.
+        steps: steps of each cohort in the timeline.
+        machine: the devices and links; None: those of `Machine()`.
+
+    Raises:
+        ProgramError: more stages than layers, more cohorts than requests, or more steps than a timeline has.
+        RequestError: more context than the model has positions.
+        ConfigError: layers that so many ranks cannot share.
+
+    >>> from weft.stages import DEMO, load_config
+    >>> print(predict_decode(load_config(DEMO), 2, requests=12).cohorts)
+    cohorts  of requests      step    tokens/s  bubble
+          1           12   1.41 us   8,531,058     50%
+          2            6  0.928 us  12,927,900      2%  best
+          3            4   1.14 us  10,542,731      3%
+          4            3   1.35 us   8,900,592      3%
+    """
+    numbers = {
+        "num_stages": num_stages,
+        "shards": shards,
+        "requests": requests,
+        "context": context,
+        "cohorts": cohorts,
+        "steps": steps,
+    }
+    check_values("predict_decode(config, num_stages, ...)", _RULES, numbers | {"machine": machine}, ProgramError)
+    split_layers(config.num_layers, num_stages)  # refuses what would take long to try
+    positions, tried = config.max_position_embeddings, 1 if cohorts is None else cohorts
+    context = min(_CONTEXT, positions // 2) if context is None else context
+    call = f"predict_decode(config, {num_stages}, "
+    if not 0 <= context < positions:
+        seen = f"{context} tokens before the one that is generated; the model has {positions} positions"
+        raise RequestError(f"{call}context={context})", seen, f"from 0 to {positions - 1}")
+    if not 1 <= tried <= requests:
+        seen = f"{tried} cohorts for {requests} requests"
+        raise ProgramError(f"{call}cohorts={tried})", seen, f"from 1 to {requests}")
+    share_config(config, shards)  # which refuses what ranks cannot share
+    load = DecodeLoad(config, num_stages, context, machine or Machine(), shards)
+    most = min(2 * num_stages, requests)
+    all_tried = {*range(1, most + 1, -(-most // _MOST_TRIED)), min(num_stages, most), most, tried}
+    capacity = load.machine.capacity
+    plan = plan_cohorts(load.costs, requests, num_stages, cohorts=all_tried, capacity=capacity)
+    chosen = next((row for row in plan.rows if row.cohorts == cohorts), plan.best)
+    most = _MOST_JOBS // chosen.cohorts
+    if not 1 <= steps <= most:
+        seen = f"{steps} steps of each of {counted(chosen.cohorts, 'cohort')}"
+        raise ProgramError(f"{call}steps={steps})", seen, f"from 1 to {most} steps")
+    return Prediction(load, requests, plan, chosen, load.splits(chosen.size), steps)

@@ -1,0 +1,121 @@
+"""The steady state of a decode loop: its time per job, from the cycles of its event graph.
+
+The times of a timeline are maxima of earlier times plus costs, and in a full pipeline all jobs have the same effects.
+So there is one node for each effect of a job on each rank, and one for the arrival of a message on each edge. An arc
+`u -> v` of weight w and delay d says that v of a job comes at least w seconds after u of the job d places before. Then
+the time per job is the greatest ratio of weight to delay of any cycle (Baccelli, Cohen, Olsder and Quadrat, 1992,
+"Synchronization and linearity", theorem 3.23, for maximum-plus systems).
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+
+import attrs
+
+from weft.effects import Broadcast, Effect, Run, Send
+from weft.transforms.pipelines.machine import Edge, Step, puts, takes
+from weft.transforms.pipelines.schedule import decode_jobs, make_programs
+from weft.transforms.pipelines.timing.costs import Costs
+
+Arc = tuple[Hashable, float, int]
+"""The source of an arc, its weight and its delay."""
+
+
+@functools.lru_cache(256)
+def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ...]:
+    """The effects of each rank between the runs of two successive jobs, in a decode loop that has been going on for a
+    while. Their micro-batches count from the later job's.
+
+    >>> for effect in decode_bodies(2, 2)[0]:
+    ...     print(type(effect).__name__, effect.microbatch)
+    Send -1
+    Broadcast -2
+    Run -2
+    Run 0
+    """
+    full = min(cohorts, num_stages + 1)  # no rank runs further ahead of the outputs that returned
+    job = full + 1  # the first ones wait for nothing
+    programs = make_programs(num_stages, decode_jobs(full, 1 + math.ceil(2 / full))[: job + 1])
+    found = []
+    for program in programs:
+        first, last = (program.effects.index(Run(f"stage {program.rank}", mb)) for mb in (job - 1, job))
+        body = program.effects[first + 1 : last + 1]
+        found.append(tuple(attrs.evolve(effect, microbatch=effect.microbatch - job) for effect in body))
+    return tuple(found)
+
+
+def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) -> float:
+    """The seconds from a job to the next in a full pipeline, whose costs are the same for all micro-batches."""
+    arcs = defaultdict[Hashable, list[Arc]](list)
+    sent, taken = dict[Edge, tuple[Hashable, Effect]](), dict[Edge, tuple[Hashable, Effect]]()
+    for rank, body in enumerate(decode_bodies(num_stages, cohorts)):
+        nodes = [(rank, index) for index in range(len(body))]
+        for index, effect in enumerate(body):
+            node, step = nodes[index], Step(rank, effect)
+            arcs[node].append((nodes[index - 1], costs.launch + costs.seconds(effect, rank), int(index == 0)))
+            sent |= dict.fromkeys(puts(step, num_stages), (node, effect))
+            if (edge := takes(step)) is not None:
+                taken[edge] = node, effect
+    for edge, (source, effect) in sent.items():
+        target, receipt = taken[edge]
+        assert isinstance(effect, Send | Broadcast)
+        seconds = costs.transfer(effect, (edge.source, edge.to), costs.bytes_of(effect))
+        arcs[edge] += [(source, seconds, effect.microbatch), (edge, seconds, 1)]
+        arcs[target].append((edge, 0.0, -receipt.microbatch))
+        arcs[source].append((target, 0.0, capacity + receipt.microbatch - effect.microbatch))
+    return greatest_ratio(arcs)
+
+
+def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
+    """The greatest ratio of weight to delay of any cycle in a strongly connected graph.
+
+    By policy iteration (Cochet-Terrasson, Cohen, Gaubert, McGettrick and Quadrat, 1998, "Numerical computation of
+    spectral elements in max-plus algebra"): each node follows one of its arcs back, until none has a better one.
+
+    Args:
+        arcs: those that end at each node. The delays of each cycle sum to more than 0.
+
+    >>> greatest_ratio({"a": [("a", 2.0, 1), ("b", 1.0, 1)], "b": [("a", 4.0, 1)]})
+    2.5
+    """
+    small = 1e-12 * sum(abs(weight) for own in arcs.values() for _, weight, _ in own)
+    policy = {node: own[0] for node, own in arcs.items()}
+    while True:
+        ratios, values = _evaluate(policy)
+        better = {
+            node: max(own, key=lambda arc: ratios[arc[0]])
+            for node, own in arcs.items()
+            if max(ratios[source] for source, _, _ in own) > ratios[node] * (1 + 1e-12)
+        }
+        if not better:
+            for node, own in arcs.items():
+                gains = [weight - ratios[node] * delay + values[source] for source, weight, delay in own]
+                if (most := max(gains)) > values[node] + small:
+                    better[node] = own[gains.index(most)]
+        if not better:
+            return max(ratios.values())
+        policy |= better
+
+
+def _evaluate(policy: Mapping[Hashable, Arc]) -> tuple[dict[Hashable, float], dict[Hashable, float]]:
+    """For each node the ratio of the cycle to which its arcs lead, and its value relative to a node of that cycle."""
+    ratios, values = dict[Hashable, float](), dict[Hashable, float]()
+    for start in policy:
+        path, places = list[Hashable](), dict[Hashable, int]()
+        node = start
+        while node not in ratios and node not in places:
+            places[node] = len(path)
+            path.append(node)
+            node = policy[node][0]
+        if node not in ratios:
+            cycle = path[places[node] :]
+            weights, delays = zip(*(policy[each][1:] for each in cycle), strict=True)
+            ratios[node], values[node] = sum(weights) / sum(delays), 0.0
+        for each in reversed(path):
+            if each not in ratios:
+                source, weight, delay = policy[each]
+                ratios[each] = ratios[source]
+                values[each] = weight - ratios[source] * delay + values[source]
+    return ratios, values

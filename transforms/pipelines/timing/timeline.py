@@ -1,0 +1,294 @@
+"""`Timeline`: the events of a run, simulated or measured; `measure` records one, and `compare` holds two together."""
+
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from weft.arguments.checks import Rule, check_values
+from weft.display.durations import duration
+from weft.display.plots import axes_for, new_axes
+from weft.display.tables import element
+from weft.effects import Effect, Run
+from weft.errors import ProgramError
+from weft.transforms.pipelines.timing.drawing import draw_plot, draw_svg, draw_text
+from weft.transforms.pipelines.timing.events import Event, busy_seconds, last_end, num_ranks, ranks_in_words
+
+
+@attrs.frozen
+class Timeline:
+    """The events of all ranks; `Timeline.of` makes it.
+
+    Args:
+        events: by rank, then in order; the first starts at 0.
+        peak_bytes: for each rank, the most bytes at one time of messages that it sent and nobody had received, and of
+            messages on their way to it: the buffers that it needs. None where messages were not counted.
+
+    >>> print(Timeline.of([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
+         s |0              |2         bubble
+    rank 0 00000000                      67%
+    rank 1         00000000000000000     33%
+    0-9 runs that micro-batch (its last
+    digit)
+    2 ranks, 3 s
+    """
+
+    events: tuple[Event, ...]
+    peak_bytes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
+        """The timeline of events, simulated or measured. Ranks may be mixed; each rank's events are in order.
+
+        Args:
+            events: with moments in seconds of one clock; the earliest becomes 0.
+            peak_bytes: as the class takes it, where it is known.
+        """
+        found = sorted(events, key=lambda event: (event.rank, event.start))
+        zero = min((event.start for event in found), default=0.0)
+        return cls(tuple(_moved(event, zero) for event in found), None if peak_bytes is None else tuple(peak_bytes))
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that have events."""
+        return num_ranks(self.events)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from the first start to the last end."""
+        return last_end(self.events)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of the step time in which each rank ran stages and advanced."""
+        whole = self.step_time or 1.0
+        return tuple(seconds / whole for seconds in busy_seconds(self.events))
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """The share of the step time in which each rank waited, sent, launched, met others, or had nothing to do."""
+        return tuple(max(0.0, 1.0 - share) for share in self.busy)  # a sum of parts may exceed the whole by rounding
+
+    def as_text(self, width: int = 80) -> str:
+        """One row per rank, in lines of at most `width` characters."""
+        held = (
+            ""
+            if self.peak_bytes is None
+            else f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
+        )
+        summary = f"{ranks_in_words(self.num_ranks)}, {duration(self.step_time)}{held}"
+        return "\n".join([draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)])
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def _repr_html_(self) -> str:
+        return self.as_svg()
+
+    def as_svg(self) -> str:
+        """The picture that a notebook shows, to write to a file: `Path("step.svg").write_text(timeline.as_svg())`."""
+        return draw_svg(self.events, self.bubble)
+
+    def plot(self, *, ax: Any = None) -> Any:
+        """The same picture in matplotlib axes: `ax`, or new ones. Returns the axes.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        ax = axes_for("timeline.plot()", ax, 9.0, 1.3 + 0.55 * self.num_ranks)
+        draw_plot(ax, self.events, self.bubble, self.step_time, duration(self.step_time))
+        return ax
+
+
+def _moved(event: Event, zero: float) -> Event:
+    start, end = event.start - zero, event.end - zero
+    return attrs.evolve(
+        event, start=start, end=end, waited=min(event.waited, end - start)
+    )  # only rounding makes it less
+
+
+@attrs.frozen
+class Comparison:
+    """The relative errors of a simulated timeline: each number is (simulated - measured) / measured.
+
+    Args:
+        step_time: the error of the step time.
+        busy: the error of each rank's busy share.
+        simulated, measured: the timelines.
+    """
+
+    step_time: float
+    busy: tuple[float, ...]
+    simulated: Timeline = attrs.field(repr=False)
+    measured: Timeline = attrs.field(repr=False)
+
+    def __str__(self) -> str:
+        busy = "".join(f"\n  rank {rank} busy {error:+.1%}" for rank, error in enumerate(self.busy))
+        return f"simulated against measured:\n  step time {self.step_time:+.1%}{busy}"
+
+    def _both(self) -> tuple[tuple[str, Timeline], ...]:
+        error = f" ({self.step_time:+.1%})"
+        return (f"simulated{error}", self.simulated), ("measured", self.measured)
+
+    @property
+    def _span(self) -> float:
+        return max(self.simulated.step_time, self.measured.step_time)
+
+    def _repr_html_(self) -> str:
+        drawn = (draw_svg(t.events, t.bubble, f"{name}: ", self._span) for name, t in self._both())
+        return element("div", *drawn)
+
+    def plot(self) -> Any:
+        """Both timelines, one above the other on one scale of time, as a matplotlib figure.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        high = 1.6 + 1.1 * self.measured.num_ranks
+        call = "compare(simulated, measured).plot()"
+        figure, places = new_axes(call, 9.0, high, nrows=2, ncols=1, sharex=True)
+        for ax, (name, one) in zip(places, self._both(), strict=True):
+            draw_plot(ax, one.events, one.bubble, self._span, f"{name}: {duration(one.step_time)}")
+            ax.label_outer()
+        return figure
+
+
+def compare(simulated: Timeline, measured: Timeline) -> Comparison:
+    """The relative errors of the step time and of each rank's busy share.
+
+    Raises:
+        ProgramError: the two ran different programs.
+
+    >>> run = Run("stage 0", 0)
+    >>> print(compare(Timeline.of([Event(0, run, 0.0, 1.1)]), Timeline.of([Event(0, run, 7.0, 8.0)])))
+    simulated against measured:
+      step time +10.0%
+      rank 0 busy +0.0%
+    """
+    pair = {"simulated": simulated, "measured": measured}
+    rule: Rule = Timeline, "Timelines: of a Recorder, recorder.timeline()"
+    check_values("compare(simulated, measured)", dict.fromkeys(pair, rule), pair, ProgramError)
+    ran, did = (_runs(timeline) for timeline in (simulated, measured))
+    if ran != did:
+        rank, what = next((rank, run) for rank, run in [*ran, *did] if ((rank, run) in ran) != ((rank, run) in did))
+        where = "simulated" if (rank, what) in ran else "measured"
+        seen = f"rank {rank}: '{what}' is in the {where} timeline alone"
+        raise ProgramError("compare(simulated, measured)", seen, "timelines of the same programs")
+    errors = (_relative(*pair) for pair in zip(simulated.busy, measured.busy, strict=True))
+    step_time = _relative(simulated.step_time, measured.step_time)
+    return Comparison(step_time, tuple(errors), simulated, measured)
+
+
+def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:
+    """The runs of each rank, in order."""
+    return {(event.rank, event.effect): None for event in timeline.events if isinstance(event.effect, Run)}
+
+
+def _relative(value: float, true: float) -> float:
+    if value == true:
+        return 0.0
+    return (value - true) / true if true else float("inf")
+
+
+_MEASURING: ContextVar["Recorder | None"] = ContextVar("weft_measuring", default=None)
+
+
+@attrs.frozen(eq=False)
+class _Moment:
+    """A moment of the host's clock, and the event of a device's stream, whose moment is known later."""
+
+    host: float
+    event: torch.cuda.Event | None = None
+
+
+class Recorder:
+    """The effects performed so far; call `timeline()` when the run is over.
+
+    Args:
+        device: `cpu`: moments come from the host's clock, which all processes of a machine share. `cuda`: they come
+            from the device's current stream, so that the time of a kernel counts and the time of its launch does not.
+    """
+
+    def __init__(self, device: Literal["cpu", "cuda"]) -> None:
+        self._on_device = device == "cuda"
+        self._zeros: dict[int, _Moment] = {}
+        self._spans: list[tuple[int, Effect, int, _Moment, _Moment]] = []
+        if self._on_device:
+            self._zero(torch.cuda.current_device())
+
+    @contextmanager
+    def span(self, rank: int, effect: Effect) -> Iterator[None]:
+        """Record the effect that is performed inside."""
+        device = torch.cuda.current_device() if self._on_device else -1
+        if self._on_device and device not in self._zeros:
+            self._zero(device)
+        start = self._now()
+        yield
+        self._spans.append((rank, effect, device, start, self._now()))
+
+    def _zero(self, device: int) -> None:
+        torch.cuda.synchronize(device)
+        self._zeros[device] = self._now()
+        torch.cuda.synchronize(device)
+
+    def _now(self) -> _Moment:
+        if not self._on_device:
+            return _Moment(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return _Moment(time.perf_counter(), event)
+
+    def events(self) -> list[Event]:
+        """The recorded events, in the order in which they ended, in seconds of the host's clock. An event that is not a
+        `Run` counts as a wait."""
+        for device in self._zeros:
+            torch.cuda.synchronize(device)
+        found = []
+        for rank, effect, device, start, end in self._spans:
+            begins, ends = self._seconds(device, start), self._seconds(device, end)
+            found.append(Event(rank, effect, begins, ends, 0.0 if isinstance(effect, Run) else ends - begins))
+        return found
+
+    def _seconds(self, device: int, moment: _Moment) -> float:
+        if moment.event is None:
+            return moment.host
+        zero = self._zeros[device]
+        assert zero.event is not None, "a moment of a device is measured from another moment of it"
+        return zero.host + float(zero.event.elapsed_time(moment.event)) / 1e3
+
+    def timeline(self) -> Timeline:
+        """The timeline of the ranks in this process. For ranks in several processes, pass all `events()` to
+        `Timeline.of`."""
+        return Timeline.of(self.events())
+
+
+@contextmanager
+def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
+    """Record the effects of the pipelines that are called inside.
+
+    Args:
+        device: whose clock counts: the host's (`cpu`), or that of the GPU's streams, by events (`cuda`). Seconds.
+
+    >>> from weft.transforms.pipelines.pipeline import pipeline
+    >>> step = pipeline([lambda p, s, batch, x: (s, batch), lambda p, s, batch, x: (s, x)])
+    >>> with measure() as recorder:
+    ...     _ = step((None, None), (None, None), torch.ones(2))
+    >>> [str(event.effect) for event in recorder.timeline().events]
+    ['run stage 0 [mb 0]', 'send to 1 [mb 0]', 'recv from 0 [mb 0]', 'run stage 1 [mb 0]']
+    """
+    recorder = Recorder(device)
+    token = _MEASURING.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _MEASURING.reset(token)
+
+
+def measuring() -> Recorder | None:
+    """The recorder of the `measure` block around this call, if there is one."""
+    return _MEASURING.get()
