@@ -1,5 +1,6 @@
 """Users' own descriptors: the requirements, and the errors for those that do not meet them."""
 
+from collections import namedtuple
 from typing import Any
 
 import attrs
@@ -7,6 +8,8 @@ import pytest
 import torch
 from own_batches import Length
 from refusal import refused
+from torch import Size, Tensor
+from torch.utils import _pytree
 
 import weft
 from weft.errors import CaptureError, DescriptorError
@@ -81,3 +84,81 @@ def test_advice_names_the_users_own_axes() -> None:
         weft.pad(torch.ones(2), Length(4))
     with pytest.raises(CaptureError, match=r"with a weft\.descriptor_field\(\)"):
         graphify(whole, ladder=[Length(4)])(torch.ones(2))
+
+
+def test_a_named_tuple_that_others_registered_is_a_named_tuple() -> None:
+    """As in torch's pytree, which knows named tuples by their bases."""
+    pair = namedtuple("pair", "first second")
+    _pytree.register_pytree_node(pair, lambda p: ([p.first], p.second), lambda own, second: pair(*own, second))
+    given = pair(1, Signal(Length(2), torch.ones(2)))
+    assert weft.pad(given, Length(4)).second.x.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert weft.unpad(weft.pad(given, Length(4)), Length(2)).second.x.tolist() == [1.0, 1.0]
+    assert graphify(lambda p: whole(p.second), ladder=[Length(4)])(given).x.tolist() == [1.0, 2.0]
+
+
+def test_a_class_that_is_decorated_after_its_first_use() -> None:
+    class Both(Signal):
+        y: Any = attrs.field(metadata=weft.axes("steps"))
+
+    weft.pad([Signal(Length(2), torch.ones(2)), Both(Length(2), torch.ones(2))], Length(4))
+    made: Any = weft.pytree(attrs.frozen(eq=False)(Both))
+    wide = weft.pad(made(Length(2), torch.ones(2), torch.ones(2)), Length(4))
+    assert (len(wide.x), len(wide.y)) == (4, 4)
+
+
+@weft.pytree
+@attrs.frozen(eq=False)
+class Hidden:
+    length: Any = attrs.field(metadata=weft.descriptor_field())
+    _x: Any = attrs.field(metadata=weft.axes("steps"))
+    rest: Any = None
+
+    @property
+    def x(self) -> Tensor:
+        own: Tensor = self._x
+        return own
+
+
+def test_a_private_field_that_is_padded() -> None:
+    g = graphify(lambda h: Hidden(h.length, h.x.cumsum(0)), ladder=[Length(4)])
+    for size in (3, 2, 4):
+        assert g(Hidden(Length(size), torch.ones(size))).x.tolist() == [1.0, 2.0, 3.0, 4.0][:size]
+
+
+def test_a_size_beside_what_is_padded_stays_one() -> None:
+    given = Hidden(Length(2), torch.ones(2), [Size((1, 2))])
+    assert type(weft.pad(given, Length(4)).rest[0]) is Size
+    g = graphify(lambda h: Signal(h.length, h.x + h.rest[0].numel()), ladder=[Length(4)])
+    assert g(given).x.tolist() == [3.0, 3.0]
+
+
+@weft.pytree
+@attrs.frozen(eq=False)
+class Made:
+    """A result whose class makes a new tensor of what it is given, and looks at its length."""
+
+    length: Any = attrs.field(metadata=weft.descriptor_field())
+    x: Any = attrs.field(metadata=weft.axes("steps"), converter=lambda x: x + 0 if isinstance(x, Tensor) else x)
+    inner: Any = attrs.field(default=None, metadata=weft.axes("steps"))
+
+    def __attrs_post_init__(self) -> None:
+        assert not isinstance(self.x, Tensor) or len(self.x) == self.length.steps
+
+
+def test_results_have_the_class_of_their_call() -> None:
+    g = graphify(lambda s: (Made(s.length, s.x * 2), [Signal(s.length, s.x)]), ladder=[Length(8), Length(4)])
+    for size in (3, 2, 3, 4, 7, 2):
+        made, [own] = g(Signal(Length(size), torch.full((size,), float(size))))
+        assert made.length == own.length == Length(size)
+        assert made.x.tolist() == [2.0 * size] * size
+        assert own.x.tolist() == [float(size)] * size
+    assert g.cache_info().captures == 2
+
+
+def test_what_is_not_cut_keeps_its_class() -> None:
+    def beside(signal: Signal, weights: Tensor) -> Made:
+        return Made(signal.length, signal.x, Signal(Length(4), weights))
+
+    g = graphify(beside, ladder=[Length(4)], reference_argnames="weights")
+    made = g(Signal(Length(3), torch.ones(3)), torch.ones(4))
+    assert (made.length, made.inner.length, len(made.inner.x)) == (Length(3), Length(4), 4)

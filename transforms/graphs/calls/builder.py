@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.padding import unpad
 from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
-from weft.trees import Axes, TreeSpec, descriptor_fields, leaf_axes, node_fields, tree_structure, tree_unflatten
+from weft.trees import Axes, TreeSpec, leaf_axes, node_fields, sized_class_fields, tree_structure, tree_unflatten
 
 
 class _Slot:
@@ -66,25 +66,25 @@ def write_template(
             names[f"value{i}"] = leaf
             expressions.append(f"value{i}")
 
-    def build(node: Any) -> str:
+    def build(node: Any, is_cut: bool = True) -> str:
+        """The expression of a node. `is_cut`: sized values in it have the class of the call."""
         if isinstance(node, _Slot):
             return node.expression
         kind = f"T{len(names)}"
         names[kind] = type(node)
         if (fields := node_fields(type(node))) is not None:
-            children = {name: getattr(node, name) for name in fields.children}
-            arguments = [
-                f"{fields.arguments[name]}={None if child is None else build(child)}"
-                for name, child in children.items()
-            ]
-            own = descriptor_fields(node)
+            sized, arguments = sized_class_fields(type(node)), list[str]()
+            for name in fields.children:
+                child, is_whole = getattr(node, name), sized is not None and name in sized.axes
+                expression = None if child is None else build(child, is_cut and not is_whole)
+                arguments.append(f"{fields.arguments[name]}={expression}")
             for name in fields.statics:
                 constant = f"S{len(names)}"
                 names[constant] = getattr(node, name)
-                descriptors.extend([constant] * (name in own))
+                descriptors.extend([constant] * (is_cut and sized is not None and name in sized.descriptors))
                 arguments.append(f"{fields.arguments[name]}={constant}")
             return f"{kind}({', '.join(arguments)})"
-        parts = [build(child) for child in child_nodes(node)]
+        parts = [build(child, is_cut) for child in child_nodes(node)]
         if type(node) is dict:
             keys = f"D{len(names)}"
             names[keys] = [*node]

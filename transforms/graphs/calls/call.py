@@ -167,15 +167,16 @@ def make_call(
     leaves, tree = (list(known_leaves), known.tree) if known is not None else tree_flatten(references)
     copied_leaves, copied_tree = tree_flatten(copied)
     first = 0 if known is None else len(leaves)
-    for index, leaf in enumerate((*leaves, *copied_leaves)[first:], first):
+    new = (*leaves, *copied_leaves)[first:]
+    for index, leaf in enumerate(new, first):
         try:
             refuse_donated(leaf, call=f"{name}(...)")
         except DonatedError as error:
             path = _leaf_names({**references, **copied})[index]
             raise DonatedError(error.call, f"{path}, {error.seen}", error.instead) from None
+    for leaf in new:
         refuse_stale(leaf, call=f"{name}(...)")
     donated = zip(references, children_of(tree), strict=True) if roles.donated else ()
-    training = tuple(map(_is_training, roles.modules(statics)))
     call = Call(
         statics=statics,
         references=references,
@@ -185,7 +186,7 @@ def make_call(
         copied_leaves=copied_leaves,
         copied_tree=copied_tree,
         num_donated=sum(int(child.num_leaves) for name, child in donated if name in roles.donated),
-        training=training,
+        training=tuple(map(_is_training, roles.modules(statics))),
         keywords=tuple(kwargs) if roles.is_variadic else (),
         known=known,
     )
