@@ -28,7 +28,8 @@ Two pictures and a table, made from the records in `proofs/results/` by
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU, and made their passes in
   turn, with random weights of one distribution. vLLM ran without DeepGEMM, and Qwen3-30B-A3B once more, on another
-  machine, with DeepGEMM for the FP8 layers that are not experts, which is its fastest configuration for many requests.
+  machine and in two rounds, with DeepGEMM for the FP8 layers that are not experts: the fastest of three configurations
+  that were tried, except for one request.
   Small models are bound by the host there, in weft and in vLLM.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.

@@ -15,7 +15,8 @@ a call:
 (`reference`); its results are borrowed in both. `reduce-overhead` copies inputs in, and its results are borrowed too. A
 bare replay takes no arguments. `weights by reference` has as many leaves by reference, and a batch's rows, which one
 graph pads: batches of eight sizes in turn, or each of a size that no call had before. Without a GPU the same code runs
-on the tape, with `--quick` numbers, only to show that it runs: its figures mean nothing.
+on the tape, with `--quick` numbers: these figures say nothing of a GPU, or of the peers, which need one. Those of
+`weights by reference`, whose step is one small operator, compare the Python of two builds on one machine.
 """
 
 import argparse

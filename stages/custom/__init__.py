@@ -1,1 +1,2 @@
-"""What users bring to stages: functions of their own, the values that these capture and carry, and whole modules."""
+"""What users bring to stages: functions of their own, checks of what these return, values that they capture and carry,
+and whole modules."""

@@ -1,1 +1,1 @@
-"""Drafters: stages that draft tokens, and the models beside a decoder that they read."""
+"""Models that run beside a decoder and read its tokens: drafters, and those of one's own (`beside=`)."""

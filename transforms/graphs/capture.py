@@ -382,7 +382,8 @@ def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, buffer_axes: t
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
                 f"{seen} does not declare which of its dimensions follow the batch, so it cannot be unpadded",
-                f"return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes({example_axis!r})); "
+                f"return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes({example_axis!r})), or "
+                "weft.axes(None) for a tensor of one size in all batches; "
                 'or donate the argument that it replaces, such as a state: donate_argnames=["state"]',
             )
         if (expected := padded_shape(leaf, spec, descriptor)) != tuple(leaf.shape):
