@@ -1,2 +1,1 @@
-"""What users bring to stages: functions of their own, checks of what these return, values that they capture and carry,
-and whole modules."""
+"""Functions and modules of users as stages: what functions may capture and carry, and checks of what they return."""

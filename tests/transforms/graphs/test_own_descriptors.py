@@ -162,3 +162,22 @@ def test_what_is_not_cut_keeps_its_class() -> None:
     g = graphify(beside, ladder=[Length(4)], reference_argnames="weights")
     made = g(Signal(Length(3), torch.ones(3)), torch.ones(4))
     assert (made.length, made.inner.length, len(made.inner.x)) == (Length(3), Length(4), 4)
+
+
+class Pair:
+    """A class that others registered with torch's pytree."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+
+_pytree.register_pytree_node(Pair, lambda pair: ([pair.first, pair.second], None), lambda parts, _: Pair(*parts))
+
+
+def test_results_in_a_class_of_others_have_the_class_of_their_call() -> None:
+    g = graphify(lambda s: Pair(whole(s), Signal(s.length, s.x)), ladder=[Length(8), Length(4)])
+    for size in (3, 2, 3, 4, 7, 2):
+        pair = g(Signal(Length(size), torch.ones(size)))
+        assert (pair.first.length, pair.second.length) == (Length(size), Length(size))
+        assert pair.first.x.tolist() == [float(n + 1) for n in range(size)]
+    assert g.cache_info().captures == 2

@@ -64,7 +64,7 @@ def pairs_of(tokens: int, context: int) -> float:
 def step_time(
     limit: float, steps: Sequence[Measured], long: Sequence[Measured], decodes: tuple[float, float]
 ) -> StepTime:
-    """What steps take, from steps that were measured.
+    """Estimate how long steps take from steps that were measured.
 
     Args:
         limit: of the result.
