@@ -227,10 +227,11 @@ class Weights:
 @functools.lru_cache(maxsize=16)  # half a second where every layer has 128 experts
 def layer_weights(config: ModelConfig) -> tuple[Weights, ...]:
     """The bytes of every layer's weights."""
-    return tuple(_layer_weights(config, index) for index in range(config.num_layers))
+    return tuple(weights_of_layer(config, index) for index in range(config.num_layers))
 
 
-def _layer_weights(config: ModelConfig, index: int) -> Weights:
+def weights_of_layer(config: ModelConfig, index: int) -> Weights:
+    """The bytes of one layer's weights."""
     fields = layer_fields(config, index)
     fixed = experts = 0
     for name, field in fields.items():

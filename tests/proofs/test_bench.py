@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_served_is_refused(
 def test_an_older_weft_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": (2, 2, 3)})
+    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": by_turns.Workload(2, 2, 3)})
     model = tmp_path / "small-one"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(PRESETS["tiny"]))
@@ -293,6 +293,10 @@ def test_an_older_weft_beside_weft(
         by_turns.main([*argv, str(checkout)])
 
 
+WORKLOADS = {
+    "few": by_turns.Workload(2, 2, 3),
+    "prompts": by_turns.Workload(3, 6, 2, varied=True, sampling={"temperature": 0.5, "top_k": 4, "top_p": 0.75}),
+}
 FAKE_VLLM = """
 import json
 import subprocess
@@ -300,8 +304,8 @@ from pathlib import Path
 from types import SimpleNamespace as Some
 __version__ = "0"
 class SamplingParams:
-    def __init__(self, max_tokens, **_):
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens, ignore_eos, detokenize, **sampling):
+        self.max_tokens, self.sampling = max_tokens, sampling
 class LLM:
     def __init__(self, model, pipeline_parallel_size, **_):
         print("INFO 01-01 [llm.py:1] Using no attention at all")
@@ -328,6 +332,9 @@ class LLM:
         Path(__file__).with_name("weights").write_text(json.dumps(found))
     def generate(self, prompts, wanted, use_tqdm):
         assert all(0 <= one < 257 for prompt in prompts for one in prompt["prompt_token_ids"])
+        lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+        with open(Path(__file__).with_name("asked"), "a") as asked:
+            print(json.dumps([lengths, wanted.sampling]), file=asked)
         LOSES
         return [Some(outputs=[Some(token_ids=[0] * wanted.max_tokens)]) for _ in prompts]
 """
@@ -352,7 +359,7 @@ def test_vllm_beside_weft(
     (tmp_path / "vllm" / "__init__.py").write_text(made)
     (tmp_path / "vllm" / "inputs.py").write_text("class TokensPrompt(dict):\n    pass\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": (2, 2, 3), "prompts": (3, 6, 2)})
+    monkeypatch.setattr(by_turns, "WORKLOADS", WORKLOADS)
     processes: list[Any] = []
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
@@ -374,7 +381,14 @@ def test_vllm_beside_weft(
         assert few["weft"]["median"] == 6 / last["weft"]["seconds"]
         assert few["unit"] == "output_tokens_per_s"
         assert few["ratio"] == pytest.approx(last["vllm"]["seconds"] / last["weft"]["seconds"])
-        assert prompts["weft"]["median"] == 24 / record["rows"][7]["seconds"]
+        asked = [json.loads(line) for line in (tmp_path / "vllm" / "asked").read_text().splitlines()]
+        assert [sampling for _, sampling in asked[:2]] == [WORKLOADS[name].sampling for name in workloads]
+        assert asked[0][0] == asked[2][0] == [2, 2]
+        first, second = asked[1][0], asked[3][0]
+        assert first != second
+        assert all(1 <= length <= 6 for length in first + second)
+        assert [row["input_tokens"] for row in record["rows"][6:]] == [sum(second)] * 2  # the same for both engines
+        assert prompts["weft"]["median"] == pytest.approx((6 + sum(second)) / record["rows"][7]["seconds"])
         assert record["vllm"]["log"] == ["Using no attention at all"]
         drawn = json.loads((tmp_path / "vllm" / "weights").read_text())
         assert drawn.pop("_k_scale") == [7.0, 0.0]

@@ -56,6 +56,7 @@ PRESETS = (
 )
 """The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch."""
 
+_TOKENS_PER_STEP = "8192 on a large GPU, 4096 there for a small model, else 2048"
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """The values of `--workload`: tokens of each prompt and of each completion."""
 _SIZES = ", ".join(f"{name} {prompt} and {completion}" for name, (prompt, completion) in WORKLOADS.items())
@@ -241,7 +242,7 @@ class Serve(WeightOptions):
     scheduling_policy: str = _how("fcfs: as they come; priority: by the requests' `priority`", POLICIES, "fcfs")
     no_prefix_caching: bool = _how("compute every prompt whole, also where another one began alike", SWITCH, False)
     max_num_seqs: int = _how("completions that run at once", COUNT, 128)
-    max_num_tokens: int | None = _how("tokens per step (default 8192 on a large GPU, else 2048)", whole("N", 1, 2**17))
+    max_num_tokens: int | None = _how(f"tokens per step (default {_TOKENS_PER_STEP})", whole("N", 1, 2**17))
     max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
     max_model_len: int | None = _how("tokens of a request (default: the model's limit, at most 4096)", COUNT)
     num_pages: int | None = _how(
@@ -274,7 +275,7 @@ class Bench(WeightOptions):
     )
     max_num_seqs: int = _how("requests that run at once", COUNT, 128)
     max_num_tokens: int | None = _how(
-        "tokens per step (default 8192 on a large GPU, else 2048; with --eval as --max-num-seqs)", whole("N", 1, 2**17)
+        f"tokens per step (default {_TOKENS_PER_STEP}; with --eval as --max-num-seqs)", whole("N", 1, 2**17)
     )
     max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
     pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)

@@ -21,13 +21,14 @@ from weft.transforms.engine.memory import empty_pages, fitting_pages, page_bytes
 from weft.transforms.engine.requests.host_state import Budget, tokens_rule
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.steps.executor import Executor
+from weft.transforms.engine.steps.step import captured_tokens, has_small_layers
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.argument_checks import TRANSPORT
 
 _MAX_CONTEXT = 4096
 _NUM_TOKENS, _NUM_TOKENS_OF_A_LARGE_GPU, _LARGE_GPU = 2048, 8192, 64 * 2**30
-"""The most tokens of a step where nobody says it; that of a GPU with as many bytes or more. Prompts are faster in large
-steps, and decodes that share them wait longer."""
+"""The most tokens of a step where nobody says it; that of a GPU with as many bytes or more, but for models with small
+layers. Prompts are faster in large steps, and decodes that share them wait longer."""
 _LIMIT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
     **dict.fromkeys(("max_num_tokens", "max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
@@ -39,9 +40,11 @@ _MAX_NUM_TOKENS = 1024
 """Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests."""
 
 
-def _num_tokens(device: torch.device) -> int:
-    is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
-    return _NUM_TOKENS_OF_A_LARGE_GPU if is_large else _NUM_TOKENS
+def _num_tokens(model: Model) -> int:
+    device = torch.device(model.device)
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < _LARGE_GPU:
+        return _NUM_TOKENS
+    return captured_tokens(model.config) if has_small_layers(model.config) else _NUM_TOKENS_OF_A_LARGE_GPU
 
 
 def _is_range(value: Any) -> bool:
@@ -217,7 +220,9 @@ class EngineLimits:
     Args:
         max_num_reqs: requests that run at once.
         max_num_tokens: tokens per step; ragged steps of more than 2,048 run without a graph, from which they gain
-            nothing. None: 8,192 on a GPU with 64 GiB or more, 2,048 elsewhere, and at least one for each request.
+            nothing: of more than 4,096, if the model's layers are so small that a GPU waits for the host. None: on a
+            GPU with 64 GiB or more 8,192, or 4,096 for such a model; 2,048 elsewhere; and at least one for each
+            request.
         max_model_len: tokens per request, those to generate included, rounded up to whole pages; None: the model's
             number of positions, at most 4,096.
         page_size: tokens per page.
@@ -270,7 +275,7 @@ class EngineLimits:
         max_pages = -(-length // self.page_size)
         cohorts, transport = self.num_cohorts or split.num_stages, split.transport
         least = -(-self.max_num_reqs // cohorts)
-        usual = transport.share(max(least, _num_tokens(model.device)))  # on every rank, whatever it was given
+        usual = transport.share(max(least, _num_tokens(model)))  # on every rank, whatever it was given
         tokens = self.max_num_tokens or usual
         check_values("weft.EngineLimits(...)", {"max_num_tokens": tokens_rule(least)}, {"max_num_tokens": tokens})
         budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation))

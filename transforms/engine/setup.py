@@ -140,8 +140,8 @@ def make_executor(
     """
     model, speculation = weights.model, limits.speculation
     budget, num_adapters = limits.budget, len(weights.slots)
-    ladder = engine_ladder(graph, budget, num_adapters, model.functions)
-    eager = eager_ladder(budget, num_adapters, model.functions, torch.device(model.device))
+    ladder = engine_ladder(graph, budget, num_adapters, model)
+    eager = eager_ladder(budget, num_adapters, model, torch.device(model.device))
     classes = Classes(ladder, eager, budget.max_num_tokens)
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens

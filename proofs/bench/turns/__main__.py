@@ -9,7 +9,8 @@ times as fast weft is.
 A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload in turn, `--rounds`
 times after a first pass; the one that is first alternates. weft starts first, and vLLM may then use 7/6 of the memory
 that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
-experts; the temperature is 1, and no completion ends early. vLLM has its defaults but for the arguments and variables
+experts; no completion ends early. The temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has
+prompts of 1 to 960 tokens. vLLM has its defaults but for the arguments and variables
 that the record names. An older weft is a checkout from 2026-11-24 on; give both memory enough, since an engine takes
 fewer pages where there is less.
 """
@@ -18,6 +19,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -30,7 +32,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -39,14 +41,40 @@ from weft.proofs.bench.turns.peer import write
 from weft.stages.config import parse_config
 from weft.stages.random_weights import PRESETS
 
+
+class Workload(NamedTuple):
+    """Requests that all arrive at once.
+
+    Args:
+        num_requests: their number.
+        input_len: the tokens of each prompt; if `varied`, the most, and every number from 1 is as likely.
+        output_len: the tokens of each completion.
+        varied: prompts differ in length. Both engines have the same lengths in a round, and others in the next.
+        sampling: of all requests, under the names that both engines give them.
+    """
+
+    num_requests: int
+    input_len: int
+    output_len: int
+    varied: bool = False
+    sampling: Mapping[str, float] = {"temperature": 1.0}
+
+    def turn(self, seed: int) -> dict[str, Any]:
+        """What an engine is asked for: the length of each prompt, that of completions, and how tokens are sampled."""
+        draw, lengths = random.Random(seed), [self.input_len] * self.num_requests
+        lengths = [draw.randint(1, one) for one in lengths] if self.varied else lengths
+        return {"input_lens": lengths, "output_len": self.output_len, "sampling": self.sampling}
+
+
 WORKLOADS = {
-    "decode": (128, 2, 512),
-    "prefill": (128, 512, 64),
-    "mixed": (128, 512, 512),
-    "one": (1, 2, 256),
-    "eight": (8, 2, 256),
+    "decode": Workload(128, 2, 512),
+    "prefill": Workload(128, 512, 64),
+    "mixed": Workload(128, 512, 512),
+    "one": Workload(1, 2, 256),
+    "eight": Workload(8, 2, 256),
+    "varied": Workload(128, 960, 64, varied=True),
+    "sampled": Workload(128, 2, 512, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95}),  # as Qwen3 advises
 }
-"""Requests, tokens in, tokens out."""
 _START_SECONDS, _TURN_SECONDS, _STOP_SECONDS = 300.0, 120.0, 20.0
 _POLL_SECONDS, _SAMPLE_SECONDS = 0.005, 2.0
 _CHOICES = re.compile(
@@ -76,7 +104,7 @@ class Engine:
         """The process's output so far."""
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
-    def ask(self, requests: dict[str, int] | None) -> Path:
+    def ask(self, requests: dict[str, Any] | None) -> Path:
         """Give the process a turn, or None if there are no more; returns where its answer will be."""
         turn = self.folder / f"{self.name}-{self.count}"
         self.count += 1
@@ -150,7 +178,7 @@ def watched(gpu: str) -> Iterator[list[list[float]]]:
 def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start both engines with a model and let them take turns: after each round, all that was measured so far."""
     workloads = {name: WORKLOADS[name] for name in given.workloads}
-    longest = max((lengths for _, *lengths in workloads.values()), key=sum)
+    longest = max(((one.input_len, one.output_len) for one in workloads.values()), key=sum)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         (folder / "driver").write_text(str(os.getpid()))
@@ -187,13 +215,13 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         samples = stack.enter_context(watched(visible.split(",")[0]))
         for repeat in range(given.rounds + 1):
             for workload, engine in itertools.product(workloads, orders[repeat % 2]):
-                count, length, most = workloads[workload]
-                requests = {"num_requests": count, "input_len": length, "output_len": most}
-                answer = engine.answer(engine.ask(requests), _TURN_SECONDS)
+                asked = workloads[workload].turn(seed=repeat)
+                answer = engine.answer(engine.ask(asked), _TURN_SECONDS)
                 row = {"engine": engine.name, "workload": workload, "repeat": repeat, "first": repeat == 0}
-                row |= {**requests, **answer}
-                row["output_tokens_per_s"] = count * most / row["seconds"]
-                row["total_tokens_per_s"] = count * (most + length) / row["seconds"]
+                row |= {**workloads[workload]._asdict(), "input_tokens": sum(asked["input_lens"]), **answer}
+                output = row["num_requests"] * row["output_len"]
+                row["output_tokens_per_s"] = output / row["seconds"]
+                row["total_tokens_per_s"] = (output + row["input_tokens"]) / row["seconds"]
                 rows.append(row)
                 progress.update()
             seen = list(samples)
@@ -226,7 +254,7 @@ def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str], other: str) 
         medians = [statistics.median(side[1:] or side) for side in speeds]
         yield {
             "workload": workload,
-            **{name: one[name] for name in ("num_requests", "input_len", "output_len")},
+            **{name: one[name] for name in Workload._fields},
             "unit": unit,
             **{
                 name: {"median": median, "min": min(side[1:] or side), "max": max(side[1:] or side), "first": side[0]}
@@ -287,9 +315,9 @@ def _refusal(given: argparse.Namespace) -> str | None:
     for name, config in given.models:
         positions = parse_config(config, source=name).max_position_embeddings
         for workload in given.workloads:
-            _, length, most = WORKLOADS[workload]
-            if length + most > positions:
-                seen = f"{workload} has requests of {length + most} tokens, and {name} has {positions} positions"
+            length = WORKLOADS[workload].input_len + WORKLOADS[workload].output_len
+            if length > positions:
+                seen = f"{workload} has requests of {length} tokens, and {name} has {positions} positions"
                 return f"--workloads {workload}: {seen}: pass other workloads"
         if names.count(name) > 1:
             return f"--models: two are called {name}, which their records are named after: run them one by one"

@@ -8,20 +8,36 @@ import json
 import random
 import runpy
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 import torch
 
 from weft.proofs.environment import environment
+from weft.sampling import SamplingParams
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, in_ranks
-from weft.transforms.engine.evaluation.serving import figures, measure, serve as serve_at_once
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.serving import Served, figures, measure
 
 _PEER = runpy.run_path(str(Path(__file__).with_name("peer.py")))  # of this build, whichever weft is imported
 turns, write = _PEER["turns"], _PEER["write"]
 _KEPT = "seconds", "ttft", "tpot", "num_steps", "graphs", "captures"
+
+
+def at_once(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_tokens: int) -> Served:
+    """Complete prompts that all arrive at once, by what every build since 2026-11-24 has."""
+    before, began, read = engine.stats(), time.perf_counter(), dict[str, list[float]]()
+    for prompt in prompts:
+        read[engine.add(prompt, sampling, max_tokens=max_tokens)] = []
+    for output in engine:
+        if output.error is not None:
+            raise output.error
+        read[output.id] += [time.perf_counter() - began] * len(output.token_ids)
+    return Served(list(read.values()), before, engine.stats())
 
 
 def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
@@ -39,10 +55,10 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
     gc.collect()
     gc.freeze()  # as vLLM does
     for answer, asked in turns(folder, name):
-        prompts = [draw.choices(vocabulary, k=asked["input_len"]) for _ in range(asked["num_requests"])]
-        served = serve_at_once(engine, prompts, options.temperature, asked["output_len"])
-        found = figures(served, asked["input_len"], [])
-        wanted = asked["num_requests"] * asked["output_len"]
+        prompts = [draw.choices(vocabulary, k=length) for length in asked["input_lens"]]
+        sampling = SamplingParams(ignore_eos=True, **asked["sampling"])
+        found = figures(at_once(engine, prompts, sampling, asked["output_len"]), 0, [])
+        wanted = len(prompts) * asked["output_len"]
         assert found["output_tokens"] == wanted, f"{found['output_tokens']} tokens, not {wanted}"
         if here.first:
             write(answer, {"mode": options.graphs[0], **{key: found[key] for key in _KEPT}})

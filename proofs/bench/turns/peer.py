@@ -106,14 +106,14 @@ def main() -> None:
     draw, size = random.Random(0), json.loads(Path(given["model"], "config.json").read_text())["vocab_size"]
     vocabulary = range(min(1000, size // 2), min(100_000, size))
     for answer, asked in turns(folder, "vllm"):
-        count, length, most = asked["num_requests"], asked["input_len"], asked["output_len"]
-        prompts = [prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for _ in range(count)]
-        wanted = vllm.SamplingParams(max_tokens=most, ignore_eos=True, temperature=1.0, detokenize=False)
+        lengths, most = asked["input_lens"], asked["output_len"]
+        prompts = [prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for length in lengths]
+        wanted = vllm.SamplingParams(max_tokens=most, ignore_eos=True, detokenize=False, **asked["sampling"])
         start = time.perf_counter()
         done = llm.generate(prompts, wanted, use_tqdm=False)
         seconds = time.perf_counter() - start
         tokens = sum(len(one.outputs[0].token_ids) for one in done)
-        assert tokens == count * most, f"{tokens} tokens, not {count * most}"
+        assert tokens == len(prompts) * most, f"{tokens} tokens, not {len(prompts) * most}"
         write(answer, {"seconds": seconds})
 
 

@@ -124,13 +124,14 @@ def _adding(index: int) -> Add:
 
 
 def _adding_anew(start: Tensor) -> Add:
-    """The same for one request alone, whose tokens are kept here."""
+    """The same for one request alone, whose tokens are kept here. The batch may be padded at its end, at position 0."""
     seen: dict[int, Tensor] = {}
 
     def add(batch: Any, hidden: Tensor) -> Tensor:
-        seen.update(zip(batch.positions.tolist(), hidden.clone(), strict=True))
+        first, last = int(batch.positions[0]), int(batch.positions.max())
+        seen.update(zip(range(first, last + 1), hidden.clone(), strict=False))
         sums, value = list[Tensor](), start
-        for place in range(int(batch.positions[-1]) + 1):
+        for place in range(last + 1):
             value = _next(value, seen[place])
             sums.append(value)
         return hidden + torch.stack(sums)[batch.positions].tanh()

@@ -1,5 +1,7 @@
 """Steps without a graph run under the classes that graphs would have, so that a GPU's kernels are chosen alike."""
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -16,7 +18,7 @@ from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_model
-from weft.transforms.engine import setup
+from weft.transforms.engine import options, setup
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.stats import Stats
@@ -54,7 +56,8 @@ def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
     assert padded.rows.tolist() == [2, 0, -1, -1]
     assert_equal("a batch", classes.unpad(padded, own).rows, batch.rows)
     assert classes.pad(padded) is padded
-    assert Classes(LADDERS["piecewise"]).pad(batch) is batch  # its graph pads it
+    assert Classes(LADDERS["piecewise"]).pad(batch).descriptor == BatchDescriptor(4, 4)
+    assert Classes().pad(batch) is batch
     large = Batch.ragged(rows=[2, 0], token_ids=[[1] * 64, [2]])
     padded = classes.pad(large)
     assert padded.descriptor == BatchDescriptor(65, 5), "more tokens than any class has"
@@ -104,6 +107,37 @@ def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) 
         assert len(classes._decisions) <= 3
 
 
+def test_graphs_see_the_sizes_of_classes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of any lengths, whose steps have other sizes each: no class is planned twice."""
+    planned, answer = [], Graphified._answer
+    monkeypatch.setattr(Graphified, "_answer", lambda *given: planned.append(given) or answer(*given))
+    model, draw = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0), random.Random(0)
+    engine = Engine(model, EngineLimits(max_num_reqs=6, max_model_len=64, max_num_tokens=32))
+    engine.warm_up()
+    sizes = set[BatchDescriptor]()
+    of = Classes.of
+    monkeypatch.setattr(Classes, "of", lambda classes, own: sizes.add(own) or of(classes, own))
+    for _ in range(40):
+        engine.add([3] * draw.randint(1, 40), SamplingParams(ignore_eos=True), max_tokens=draw.randint(1, 8))
+        engine.step()
+    assert len([*engine]) > 0
+    graph = engine.graphs[0]
+    assert len(planned) <= graph.cache_info().currsize < len(sizes) - 10
+
+
+@pytest.mark.parametrize(
+    ("preset", "most"), [("qwen3-0.6b", 4096), ("llama-3.2-1b", 2048), ("qwen3-30b-a3b-fp8", 2048)]
+)
+def test_small_layers_have_larger_graphs_and_steps(monkeypatch: pytest.MonkeyPatch, preset: str, most: int) -> None:
+    config = parse_config(PRESETS[preset], source="a test")
+    assert step.captured_tokens(config) == most
+    model: Any = SimpleNamespace(device="cuda", config=config)
+    for gib, wanted in ((24, 2048), (80, 4096 if most == 4096 else 8192)):
+        properties = SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, own=properties: own)
+        assert options._num_tokens(model) == wanted
+
+
 @pytest.fixture
 def padded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ladder = step.eager_ladder
@@ -150,7 +184,7 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
-    monkeypatch.setattr(step, "_MOST_CAPTURED", 8)
+    monkeypatch.setattr(step, "_MOST_CAPTURED_IF_SMALL", 8)
     ran, rehearse = list[str](), Graphified.rehearse
     monkeypatch.setattr(
         Graphified, "rehearse", lambda self, *args: ran.append(str(args[2].descriptor)) or rehearse(self, *args)
@@ -167,7 +201,7 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
 def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     wanted, _ = say(model, "full_and_piecewise")
-    monkeypatch.setattr(step, "_MOST_CAPTURED", 8)
+    monkeypatch.setattr(step, "_MOST_CAPTURED_IF_SMALL", 8)
     padded, classes = list[int](), Classes.pad
 
     def pad(self: Classes, batch: Batch) -> Batch:

@@ -8,11 +8,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import EngineError
 from weft.padding import inert, pad, unpad
+from weft.torchapi.private import to_device
 from weft.transforms.engine.steps.results import FinishedWork
 from weft.transforms.engine.steps.step import DeviceWork, Edits, Work, apply_edits
 from weft.transforms.graphs.dispatch import Decision, dispatch, excess
@@ -24,6 +26,7 @@ from weft.transforms.pipelines.microbatch import class_text
 from weft.transforms.pipelines.pipeline import Pipelined
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.session import Session, Submission
+from weft.trees import tree_map
 
 T = TypeVar("T")
 
@@ -94,14 +97,14 @@ class Classes:
         )
 
     def pad(self, batch: Batch) -> Batch:
-        """Pad the batch of a step without a graph."""
+        """Pad a batch to its class."""
         found = self.of(batch.descriptor)
-        return pad(batch, found.descriptor) if found.mode == "none" and found.padding else batch
+        return pad(batch, found.descriptor) if found.padding else batch
 
     def unpad(self, out: T, own: BatchDescriptor) -> T:
         """Cut what a step returned down to its own class."""
         found = self.of(own)
-        return unpad(out, own) if found.mode == "none" and found.padding and out is not None else out
+        return unpad(out, own) if found.padding and out is not None else out
 
 
 class Executor(Protocol):
@@ -165,8 +168,12 @@ class BatchCache(Generic[T]):
         return self.edited(found, work.edits) if work.edits else found
 
     def _place(self, work: Work) -> DeviceWork:
-        placed = work.place(self.device, self.first)
-        return DeviceWork(self.classes.pad(placed.batch), placed.edits)
+        own = work.place(self.device if work.given else "cpu", self.first)  # what is given may be on the device already
+        batch = self.classes.pad(own.batch)  # here, so that graphs see sizes of classes alone, and plan none anew
+        return DeviceWork(tree_map(self._upload, batch), own.edits)
+
+    def _upload(self, leaf: Any) -> Any:
+        return to_device(leaf, self.device) if isinstance(leaf, Tensor) else leaf
 
 
 def _submission(work: DeviceWork) -> Submission:
