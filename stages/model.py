@@ -168,8 +168,9 @@ class Model:
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
 
-        Each function is pure, of tensors, as `graphify` takes it. Functions replace the model's; changes of the same
-        layer, and transforms, follow those that the model has.
+        Each function is pure, of tensors, as `graphify` takes it. A batch may be padded at its end, in graphs and on a
+        GPU in every mode: then `hidden[-1]` is not a request's token. Functions replace the model's; changes of the
+        same layer, and transforms, follow those that the model has.
 
         Args:
             transform: `f(stage) -> stage`, where a stage is `(params, state, batch, x) -> (state, y)` as

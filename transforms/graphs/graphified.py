@@ -171,12 +171,18 @@ class Graphified(Generic[P, R]):
         if runs_inline(call):
             return self._inline(call, args, kwargs)
         with self._lock:
-            signature = hashable_signature(call, self._graphable.name)
-            plan, is_kept = self._cache.plan(call, signature)
-            if plan is not None and is_kept and modes is not None and plan.may_run():
-                with WithoutFunctionModes() if modes else contextlib.nullcontext():
-                    self._cache.fast_paths.add(args, kwargs, modes, call, plan, self._condition(plan, call))
+            plan = self._plan(call, args, kwargs, modes)
         return self._answer(plan, call, args, kwargs)
+
+    def _plan(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], modes: tuple[Any, ...] | None
+    ) -> Plan | None:
+        """The plan of a call, which the fast path finds from now on, if it may; None if the function itself runs."""
+        plan, is_kept = self._cache.plan(call, hashable_signature(call, self._graphable.name))
+        if plan is not None and is_kept and modes is not None and plan.may_run():
+            with WithoutFunctionModes() if modes else contextlib.nullcontext():
+                self._cache.fast_paths.add(args, kwargs, modes, call, plan, self._condition(plan, call))
+        return plan
 
     def _condition(self, plan: Plan, call: Call) -> Callable[[Plan], bool] | None:
         """The condition under which the fast path may use a plan for calls like this one; None if there is none."""
@@ -203,11 +209,9 @@ class Graphified(Generic[P, R]):
             return keep_in_place(self._fn(*args, **kwargs), self._graphable.roles.donated, call)
         with self._lock:
             result = self._replay(plan, (*self._take_donated(call), *call.copied_leaves))
-            return (
-                lend(result, plan.graph.outputs, self._graphable.name, self._cache.count)
-                if watches_borrows()
-                else result
-            )
+            if watches_borrows():
+                return lend(result, plan.graph.outputs, self._graphable.name, self._cache.count)
+            return result
 
     def _with_donation_note(self, error: Exception) -> Exception:
         """Add to an error that an operator raised in a replay a note about the donated arguments."""
@@ -278,11 +282,15 @@ class Graphified(Generic[P, R]):
                 compile_ahead(self._graphable, call, self._cache)
 
     def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run the function once, without a graph, on padding of the call's class if there is memory for it, so that
-        libraries have loaded and allocated what they need before the first such call. No state changes."""
+        """Prepare for calls like this one: plan the replay of their graph if it is there; if they have none, run the
+        function once on padding of their class, if there is memory, so that libraries are ready. No state changes."""
         call = self._example(args, kwargs)
         with self._lock:
-            rehearse(self._graphable, call, self._cache)
+            if (decision := self._cache.decide(call)).mode == "none":
+                rehearse(self._graphable, call, self._cache)
+            elif not runs_inline(call) and self._cache.find(self._cache.key(call, decision)) is not None:
+                is_plain = in_plain_surroundings() and not (num_function_modes() or is_batch_invariant())
+                self._plan(call, args, kwargs, () if is_plain and not current_place() else None)
 
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.

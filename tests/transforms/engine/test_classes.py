@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
@@ -14,6 +15,7 @@ from weft.ops.attention.backends import BACKENDS
 from weft.ops.tiles.linear import gated_many_tile, linear_tile
 from weft.ops.tiles.tile import MANY_TOKENS
 from weft.proofs.checks.difference import assert_equal
+from weft.proofs.suite import LAWS
 from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.model import Model
@@ -95,8 +97,8 @@ def test_beyond_the_largest_class_tiles_are_those_of_powers_of_two() -> None:
     classes = Classes(eager=Ladder(adapters), max_num_tokens=40)
     large = [(one.num_tokens, one.num_active_loras) for one in classes.large]
     assert sorted(large) == [(size, number) for size in (16, 32, 40) for number in (0, 1, 4)]
-    for given, found in ((0, 0), (1, 1), (2, 4), (4, 4), (5, 5)):
-        assert classes.of(BatchDescriptor(9, 2, None, given)).descriptor == BatchDescriptor(9, 4, None, found)
+    for own, found in ((0, 0), (1, 1), (2, 4), (4, 4), (5, 5)):
+        assert classes.of(BatchDescriptor(9, 2, None, own)).descriptor == BatchDescriptor(9, 4, None, found)
 
 
 def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,22 +109,22 @@ def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) 
         assert len(classes._decisions) <= 3
 
 
-def test_graphs_see_the_sizes_of_classes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of any lengths, whose steps have other sizes each: no class is planned twice."""
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str)
+def test_graphs_see_the_sizes_of_classes_alone(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Requests of any lengths, whose steps have other sizes each: all classes are planned when the engine warms up."""
     planned, answer = [], Graphified._answer
     monkeypatch.setattr(Graphified, "_answer", lambda *given: planned.append(given) or answer(*given))
     model, draw = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0), random.Random(0)
-    engine = Engine(model, EngineLimits(max_num_reqs=6, max_model_len=64, max_num_tokens=32))
+    engine = Engine(model, EngineLimits(max_num_reqs=6, max_model_len=64, max_num_tokens=32), **options)
     engine.warm_up()
-    sizes = set[BatchDescriptor]()
-    of = Classes.of
+    sizes, of = set[BatchDescriptor](), Classes.of
     monkeypatch.setattr(Classes, "of", lambda classes, own: sizes.add(own) or of(classes, own))
     for _ in range(40):
         engine.add([3] * draw.randint(1, 40), SamplingParams(ignore_eos=True), max_tokens=draw.randint(1, 8))
         engine.step()
     assert len([*engine]) > 0
-    graph = engine.graphs[0]
-    assert len(planned) <= graph.cache_info().currsize < len(sizes) - 10
+    assert not planned
+    assert len(sizes) > engine.graphs[0].cache_info().currsize + 4
 
 
 @pytest.mark.parametrize(
@@ -142,6 +144,19 @@ def test_small_layers_have_larger_graphs_and_steps(monkeypatch: pytest.MonkeyPat
 def padded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ladder = step.eager_ladder
     monkeypatch.setattr(setup, "eager_ladder", lambda *given: ladder(*given[:-1], torch.device("cuda")))
+
+
+@pytest.mark.usefixtures("padded_as_on_a_gpu")
+@pytest.mark.parametrize("name", ["alone", "alone, with inputs of tokens", "alone, with another attention"])
+def test_own_stages_serve_as_alone_in_padded_steps(name: str) -> None:
+    law = next(law for law in LAWS if law.number == "L21" and law.name.endswith(name))
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[*HealthCheck])
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        law.check(data, "cpu")
+
+    run()
 
 
 Said = dict[str, tuple[list[int], list[float], list[float]]]

@@ -175,6 +175,28 @@ def test_a_call_without_a_graph_is_rehearsed_on_padding() -> None:
     assert float(found) == 16
 
 
+def test_a_call_with_a_graph_is_planned_and_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def step(total: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+        ran.append(len(rows.x))
+        return total.add_(rows.x.sum()), rows
+
+    graph = graphify(step, ladder=[BatchDescriptor(2, 2), BatchDescriptor(4, 4)], donate_argnames=("total",))
+    total, few, many = torch.ones(()), *(Rows(BatchDescriptor(n, n), torch.ones(n, 3)) for n in (2, 4))
+    graph.rehearse(total, few)
+    assert not ran, "it has no graph yet"
+    graph.capture(total, few)
+    count = len(ran)
+    for rows in (few, many):
+        graph.rehearse(total, rows)
+    assert (len(ran), float(total)) == (count, 1)
+    monkeypatch.setattr(type(graph), "_call", None)  # where no fast path is found
+    total, _ = graph(total, few)
+    total, _ = graph(total, many)
+    assert (len(ran), float(total)) == (count, 19)
+
+
 def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
     pytest.importorskip("triton")
     ran: list[int] = []

@@ -187,13 +187,13 @@ def _with_edits(made: Submission, edits: Edits) -> Submission:
 
 @torch.no_grad()
 def capture_all(executor: Executor) -> None:
-    """Compile the kernels of an executor's functions, capture their ladders, and run steps of more tokens once; in mode
-    none do nothing."""
+    """Compile the kernels of an executor's functions, capture their ladders, plan the replay of each class, and run
+    steps of more tokens once; in mode none do nothing."""
     with executor.placed():
         _compile_ahead(executor)
         for graph, example in executor.examples():
             graph.capture(*example)
-        for graph, example in _padding(executor, executor.classes.large):
+        for graph, example in _padding(executor, (*executor.classes.captured, *executor.classes.large)):
             graph.rehearse(*example)
 
 
