@@ -10,9 +10,9 @@ A model is a preset of `weft bench`, or a folder with a `config.json`. Each engi
 times after a first pass; the one that is first alternates. weft starts first, and vLLM may then use 7/6 of the memory
 that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
 experts; no completion ends early. The temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has
-prompts of 1 to 960 tokens. vLLM has its defaults but for the arguments and variables
-that the record names. An older weft is a checkout from 2026-11-24 on; give both memory enough, since an engine takes
-fewer pages where there is less.
+prompts of 1 to 960 tokens. Both run as many requests at once as a workload of the run has. vLLM has its defaults but
+for the arguments and variables that the record names. An older weft is a checkout from 2026-11-24 on; give both memory
+enough, since an engine takes fewer pages where there is less.
 """
 
 import argparse
@@ -74,7 +74,10 @@ WORKLOADS = {
     "eight": Workload(8, 2, 256),
     "varied": Workload(128, 960, 64, varied=True),
     "sampled": Workload(128, 2, 512, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95}),  # as Qwen3 advises
+    "long": Workload(16, 7936, 256),
 }
+_LONG = "long"
+"""Run only when asked for: with room for 128 requests of that length, one engine would leave the other no memory."""
 _START_SECONDS, _TURN_SECONDS, _STOP_SECONDS = 300.0, 120.0, 20.0
 _POLL_SECONDS, _SAMPLE_SECONDS = 0.005, 2.0
 _CHOICES = re.compile(
@@ -186,7 +189,8 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(given.models[name]))
         own = {"model": str(model), "load_format": "dummy", "pp": given.pp}
-        own |= {"input_len": longest[0], "output_len": longest[1]}
+        most = max(one.num_requests for one in workloads.values())
+        own |= {"input_len": longest[0], "output_len": longest[1], "max_num_seqs": most}
         command = [sys.executable, str(Path(__file__).with_name("own.py")), temporary, json.dumps(own)]
         weft = stack.enter_context(running("weft", folder, [*command, "weft"], given.gpus))
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
@@ -195,7 +199,7 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             peer = stack.enter_context(running("older", folder, [*command, "older"], gpus, given.against / _SOURCE))
         else:
             positions = parse_config(given.models[name], source=name).max_position_embeddings
-            asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1}
+            asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1, "max_num_seqs": most}
             asked["max_model_len"] = min(sum(longest) + 64, positions)
             if started["device_bytes"] is not None:
                 used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
@@ -350,7 +354,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="presets of `weft bench`, or folders with a config.json",
     )
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="in order (all)")
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS,
+        default=[name for name in WORKLOADS if name != _LONG],
+        help=f"in order (all but {_LONG})",
+    )
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="after the first pass (4)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of both (1)")
     parser.add_argument("--gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of weft, and of vLLM without --peer-gpus")

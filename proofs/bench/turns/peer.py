@@ -1,6 +1,6 @@
 """vLLM's process. It runs in vLLM's own environment, by path, so it imports nothing of weft.
 
-python peer.py FOLDER '{"model": DIRECTORY, "gpu_memory_utilization": 0.3, "max_model_len": 1088}'
+python peer.py FOLDER '{"model": DIRECTORY, "gpu_memory_utilization": 0.3, "max_model_len": 1088, "max_num_seqs": 128}'
 """
 
 import importlib
@@ -81,7 +81,6 @@ def main() -> None:
     arguments = {
         "skip_tokenizer_init": True,
         "load_format": "dummy",
-        "max_num_seqs": 128,
         "enable_prefix_caching": False,
         "seed": 0,
         **given,
