@@ -39,11 +39,11 @@ Example = tuple[Graphified[..., Any], tuple[Any, ...]]
 
 @attrs.frozen
 class Classes:
-    """The classes that steps run under.
+    """The classes that steps run under, to which their batches are padded.
 
     Args:
-        captured: those of graphs, which pad by themselves.
-        eager: those to which other steps are padded (`eager_ladder`). A step of more tokens than any of them has is
+        captured: those of graphs.
+        eager: those of other steps (`eager_ladder`). A step of more tokens than any of them has is
             padded in requests only, to the most that one has, so that the head and sampling take the same kernels.
         max_num_tokens: the most tokens of a step.
     """
