@@ -245,7 +245,7 @@ class Graphified(Generic[P, R]):
         signature.
 
         The arguments serve as examples: nothing is donated, and no state changes. If the device's memory is full, a
-        warning says so, and later calls use the graphs that exist.
+        warning says so, and later calls use the graphs that exist; on a rank of a mesh, that is an error.
 
         Raises:
             CaptureError: the ladder has more classes than `max_captures`; also whatever a call raises.

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.errors import CacheMissError, CaptureError
 from weft.ops.constants import is_constant
 from weft.ops.register import triton_version
-from weft.ops.transfers.collective import effect_of
+from weft.ops.transfers.collective import current_place, effect_of
 from weft.torchapi.patches import signal_capture
 from weft.torchapi.private import (
     storage_id,
@@ -253,8 +253,9 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
 
 def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
     """Run the function once, without a graph, on padding of the call's class, if there is memory for it; the arguments
-    are left unchanged."""
+    are left unchanged. On a rank of a mesh, where others wait for this one's collectives, a full memory is an error."""
     prepared = prepare(graphable, call, cache.descriptor(call), InputBufferPool())
     audit = audit_of(graphable, prepared, cache.backend_for(call).device)
-    with ONE_AT_A_TIME, contextlib.suppress(torch.OutOfMemoryError), prepared.restored(audit):
+    may_be_full = contextlib.suppress(torch.OutOfMemoryError) if current_place() is None else contextlib.nullcontext()
+    with ONE_AT_A_TIME, may_be_full, prepared.restored(audit):
         prepared.run()

@@ -15,7 +15,9 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
+from weft.meshes.mesh import Mesh
 from weft.ops.constants import constant
+from weft.ops.transfers.collective import Place, placed
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.stages.checkpoints.known_models import DEMO
@@ -211,6 +213,19 @@ def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
     call = graph._example((Rows(BatchDescriptor(1, 1), torch.ones(1, 3)),), {})
     compile_ahead(graph._graphable, call, graph._cache)
     assert ran == [4, 2]
+
+
+@pytest.mark.parametrize("how", ["capture", "rehearse", "__call__"])
+def test_where_the_memory_is_full_a_rank_of_a_mesh_raises(how: str) -> None:
+    """It cannot go on by itself: the others wait for its collectives."""
+
+    def full(rows: Rows) -> Rows:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    graph = graphify(full, ladder=[BatchDescriptor(2, 2)])
+    size = 3 if how == "rehearse" else 2
+    with placed(Place(Mesh(tensor=2), 1)), pytest.raises(torch.OutOfMemoryError):
+        getattr(graph, how)(Rows(BatchDescriptor(size, size), torch.ones(size, 3)))
 
 
 def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full() -> None:
