@@ -12,7 +12,7 @@ from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.microbatch import after_first, class_text
 from weft.transforms.pipelines.schedule import Job, mistake_in_jobs
 from weft.transforms.pipelines.transports import Transport
-from weft.transforms.pipelines.transports.failures import described
+from weft.transforms.pipelines.transports.watching.failures import described
 from weft.transforms.pipelines.worker import Worker, put_batches, states_of
 
 Spans = tuple[tuple[int, int], ...]

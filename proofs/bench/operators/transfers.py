@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.proofs.environment import environment
 from weft.transforms.pipelines.transports.distributed import BackendName, Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.messages import ProcessEnd
+from weft.transforms.pipelines.transports.messaging.messages import ProcessEnd
 
 SHAPE = (64, 2048)
 TRIPS, ROUNDS = 20, 9

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.ops.transfers import peer_exchange_triton as peer
-from weft.transforms.pipelines.transports import peer_group
-from weft.transforms.pipelines.transports.peer_group import PeerGroup
+from weft.transforms.pipelines.transports.ends import peer_group
+from weft.transforms.pipelines.transports.ends.peer_group import PeerGroup
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from weft.torchapi.private import changes_of
 from weft.transforms.engine.evaluation.programs import digest_functions
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
-from weft.transforms.pipelines.transports.messages import as_bytes
+from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 from weft.trees import leaves_with_names
 
 _AT_ONCE = 8

@@ -16,18 +16,18 @@ import torch
 from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchapi.distributed import rendezvous_store, root_store
 from weft.transforms.pipelines.checker import CheckedPrograms
-from weft.transforms.pipelines.transports import json_values
 from weft.transforms.pipelines.transports.agreement import Agreement
-from weft.transforms.pipelines.transports.failures import check_timeout
-from weft.transforms.pipelines.transports.gloo import GlooEnd
-from weft.transforms.pipelines.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
-from weft.transforms.pipelines.transports.monitor import END, Monitor
-from weft.transforms.pipelines.transports.nccl import NcclEnd
-from weft.transforms.pipelines.transports.network import Network, Secret, private_folder, shared_secret
-from weft.transforms.pipelines.transports.places import Places
-from weft.transforms.pipelines.transports.records import START, Records
-from weft.transforms.pipelines.transports.watchdog import Watchdog
-from weft.transforms.pipelines.transports.wire import Wire
+from weft.transforms.pipelines.transports.ends.gloo import GlooEnd
+from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
+from weft.transforms.pipelines.transports.messaging import json_values
+from weft.transforms.pipelines.transports.messaging.messages import DeviceEnd, ProcessEnd, ProcessLink
+from weft.transforms.pipelines.transports.messaging.network import Network, Secret, private_folder, shared_secret
+from weft.transforms.pipelines.transports.messaging.wire import Wire
+from weft.transforms.pipelines.transports.watching.failures import check_timeout
+from weft.transforms.pipelines.transports.watching.monitor import END, Monitor
+from weft.transforms.pipelines.transports.watching.places import Places
+from weft.transforms.pipelines.transports.watching.records import START, Records
+from weft.transforms.pipelines.transports.watching.watchdog import Watchdog
 from weft.transforms.pipelines.worker import Worker
 
 BackendName = Literal["gloo", "nccl", "peer"]
@@ -354,6 +354,6 @@ def _make_end(backend: str, monitor: Monitor, device: torch.device, network: Net
     torch.cuda.set_device(device)
     if backend == "nccl":
         return NcclEnd(monitor, device, "lo" if network.one_node else None)
-    from weft.transforms.pipelines.transports.peer import PeerEnd  # it imports triton
+    from weft.transforms.pipelines.transports.ends.peer import PeerEnd  # it imports triton
 
     return PeerEnd(monitor, device, network.address)

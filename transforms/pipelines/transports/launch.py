@@ -30,9 +30,9 @@ from tqdm import tqdm
 from weft.arguments.checks import COUNT, Rule, check_values
 from weft.errors import ProgramError, RankError
 from weft.torchapi.distributed import host_store
-from weft.transforms.pipelines.transports.failures import Failure, check_timeout, described
-from weft.transforms.pipelines.transports.network import LOOPBACK, SECRET, Secret
-from weft.transforms.pipelines.transports.records import Exit, write_exit
+from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, SECRET, Secret
+from weft.transforms.pipelines.transports.watching.failures import Failure, check_timeout, described
+from weft.transforms.pipelines.transports.watching.records import Exit, write_exit
 
 _GRACE = 5.0
 """Seconds beyond the time-out in which the other ranks may end by themselves after one failed."""

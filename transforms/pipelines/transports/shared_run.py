@@ -11,7 +11,7 @@ from weft.errors import ProgramError
 from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Edge, Step, puts, takes
-from weft.transforms.pipelines.transports.failures import Failure, blockers, culprit
+from weft.transforms.pipelines.transports.watching.failures import Failure, blockers, culprit
 
 _SAME = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
 _CAPACITY = 2

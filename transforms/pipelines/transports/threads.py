@@ -20,8 +20,8 @@ from weft.ops.transfers import transfer
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Edge, Step
-from weft.transforms.pipelines.transports.failures import Failure, check_timeout, described
 from weft.transforms.pipelines.transports.shared_run import Queue, SharedRun
+from weft.transforms.pipelines.transports.watching.failures import Failure, check_timeout, described
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
 

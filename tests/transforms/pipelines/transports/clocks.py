@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from weft.transforms.pipelines.transports.failures import Clock
+from weft.transforms.pipelines.transports.watching.failures import Clock
 
 
 class FakeTime:

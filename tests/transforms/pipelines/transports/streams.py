@@ -14,9 +14,9 @@ from weft.effects import Collective
 from weft.meshes.collectives import combine
 from weft.proofs import failures
 from weft.transforms.pipelines.transports import distributed
-from weft.transforms.pipelines.transports.messages import DeviceEnd
-from weft.transforms.pipelines.transports.monitor import Monitor
-from weft.transforms.pipelines.transports.network import Network
+from weft.transforms.pipelines.transports.messaging.messages import DeviceEnd
+from weft.transforms.pipelines.transports.messaging.network import Network
+from weft.transforms.pipelines.transports.watching.monitor import Monitor
 
 
 class Done:

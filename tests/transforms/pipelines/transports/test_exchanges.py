@@ -10,9 +10,9 @@ from torch import Tensor
 
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
 from weft.transforms.pipelines.transports.distributed import Distributed
-from weft.transforms.pipelines.transports.gloo import GlooEnd
+from weft.transforms.pipelines.transports.ends.gloo import GlooEnd
+from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.nccl import NcclEnd
 
 RANKS = (0, 1, 2)
 

@@ -15,7 +15,7 @@ from streams import run_rank, run_slowly_closing_rank
 from weft.proofs.failures import MESHES, cases, cases_at_any_time, cases_of_meshes, run_case
 from weft.proofs.sabotage import MOMENTS, STEPS, WAYS, Case, make_pipeline
 from weft.transforms.pipelines.pipeline import pipeline
-from weft.transforms.pipelines.transports.failures import Failure, blockers, culprit
+from weft.transforms.pipelines.transports.watching.failures import Failure, blockers, culprit
 
 ALL = list(cases())
 IN_MESHES = list(cases_of_meshes())

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors
-from weft.transforms.pipelines.transports.json_values import dumps, loads
+from weft.transforms.pipelines.transports.messaging.json_values import dumps, loads
 from weft.value_keys import value_key
 
 

@@ -19,8 +19,8 @@ from weft.transforms.pipelines.schedule import Job, make_programs
 from weft.transforms.pipelines.transports.agreement import Agreement
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.messages import ProcessLink
-from weft.transforms.pipelines.transports.records import Position
+from weft.transforms.pipelines.transports.messaging.messages import ProcessLink
+from weft.transforms.pipelines.transports.watching.records import Position
 from weft.transforms.pipelines.worker import StageRun, Worker
 
 

@@ -29,7 +29,7 @@ from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.watchdog import Launch, Watchdog
+from weft.transforms.pipelines.transports.watching.watchdog import Launch, Watchdog
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 

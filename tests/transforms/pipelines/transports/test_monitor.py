@@ -17,14 +17,14 @@ from weft.meshes.mesh import Mesh
 from weft.proofs.sabotage import make_pipeline
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
-from weft.transforms.pipelines.transports import monitor as monitor_module
-from weft.transforms.pipelines.transports.failures import Clock, Failure
-from weft.transforms.pipelines.transports.monitor import BEGIN, Monitor
-from weft.transforms.pipelines.transports.network import Secret
-from weft.transforms.pipelines.transports.places import Places
-from weft.transforms.pipelines.transports.records import Exit, Position, Records, write_exit
+from weft.transforms.pipelines.transports.messaging.network import Secret
 from weft.transforms.pipelines.transports.threads import Threads
-from weft.transforms.pipelines.transports.watchdog import Watchdog
+from weft.transforms.pipelines.transports.watching import monitor as monitor_module
+from weft.transforms.pipelines.transports.watching.failures import Clock, Failure
+from weft.transforms.pipelines.transports.watching.monitor import BEGIN, Monitor
+from weft.transforms.pipelines.transports.watching.places import Places
+from weft.transforms.pipelines.transports.watching.records import Exit, Position, Records, write_exit
+from weft.transforms.pipelines.transports.watching.watchdog import Watchdog
 
 SECRET = Secret.fresh()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.transforms.pipelines.transports.nccl import NcclEnd
+from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
 
 
 class Work:

@@ -20,7 +20,7 @@ from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.network import LOOPBACK, Network, Secret, shared_secret
+from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, Network, Secret, shared_secret
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 

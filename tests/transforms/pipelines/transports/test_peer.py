@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.messages import as_bytes
+from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

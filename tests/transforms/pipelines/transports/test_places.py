@@ -7,7 +7,7 @@ import stat
 import threading
 from pathlib import Path
 
-from weft.transforms.pipelines.transports.places import Places
+from weft.transforms.pipelines.transports.watching.places import Places
 
 
 def files(folder: Path) -> list[Path]:

@@ -5,9 +5,9 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from weft.errors import RankError
-from weft.transforms.pipelines.transports.failures import Clock, Failure
-from weft.transforms.pipelines.transports.network import Secret
-from weft.transforms.pipelines.transports.records import Liveness, Position, Records
+from weft.transforms.pipelines.transports.messaging.network import Secret
+from weft.transforms.pipelines.transports.watching.failures import Clock, Failure
+from weft.transforms.pipelines.transports.watching.records import Liveness, Position, Records
 
 SECRET = Secret.fresh()
 

@@ -14,11 +14,11 @@ from weft.errors import RankError
 from weft.meshes.collectives import AllReduce
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
-from weft.transforms.pipelines.transports.failures import Clock, Failure
-from weft.transforms.pipelines.transports.monitor import SYNC, Monitor
-from weft.transforms.pipelines.transports.network import Secret
-from weft.transforms.pipelines.transports.records import START, Exit, Position, Records, write_exit
-from weft.transforms.pipelines.transports.watchdog import Watchdog
+from weft.transforms.pipelines.transports.messaging.network import Secret
+from weft.transforms.pipelines.transports.watching.failures import Clock, Failure
+from weft.transforms.pipelines.transports.watching.monitor import SYNC, Monitor
+from weft.transforms.pipelines.transports.watching.records import START, Exit, Position, Records, write_exit
+from weft.transforms.pipelines.transports.watching.watchdog import Watchdog
 
 SECRET = Secret.fresh()
 PROGRAMS = CheckedPrograms(pipeline([scale] * 2).programs(1))

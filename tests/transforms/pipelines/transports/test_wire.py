@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weft.transforms.pipelines.transports import wire as module
-from weft.transforms.pipelines.transports.network import LOOPBACK, Secret
-from weft.transforms.pipelines.transports.wire import RefusedError, Wire
+from weft.transforms.pipelines.transports.messaging import wire as module
+from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, Secret
+from weft.transforms.pipelines.transports.messaging.wire import RefusedError, Wire
 
 SECRET = Secret.fresh()
 

@@ -13,9 +13,9 @@ from weft.ops.kernel_triton import compiling
 from weft.ops.transfers import peer_exchange_triton as meeting, peer_packed_triton as packed, peer_triton as bulk
 from weft.ops.transfers.peer_triton import PROGRAMS
 from weft.torchapi.distributed import symmetric_memory
-from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
-from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
-from weft.transforms.pipelines.transports.peer_group import PeerGroup
+from weft.transforms.pipelines.transports.ends.peer_group import PeerGroup
+from weft.transforms.pipelines.transports.messaging.messages import DeviceEvent, as_bytes
+from weft.transforms.pipelines.transports.watching.monitor import CAPACITY, Monitor
 
 SLOT_BYTES = 2**24
 """Bytes of a slot; a longer message goes in parts."""

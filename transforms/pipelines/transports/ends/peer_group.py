@@ -11,7 +11,7 @@ from weft.meshes.placements import reduced
 from weft.ops.tiles.tile import cdiv
 from weft.ops.transfers.peer_exchange_triton import Group, Pieces, exchange
 from weft.ops.transfers.peer_packed_triton import MOST
-from weft.transforms.pipelines.transports.messages import as_bytes
+from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that an exchange sums."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from weft.meshes.collectives import AllGather, AllReduce, Collective, cut, join
 from weft.torchapi.distributed import nccl_group
 from weft.transforms.graphs.graphified import clear_caches
-from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
-from weft.transforms.pipelines.transports.monitor import Monitor
+from weft.transforms.pipelines.transports.messaging.messages import DeviceEvent, as_bytes
+from weft.transforms.pipelines.transports.watching.monitor import Monitor
 
 _MEETING = 30.0
 """The least number of seconds that ranks have to make a communicator."""

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import attrs
 
 from weft.errors import RankError
-from weft.transforms.pipelines.transports.failures import Clock, Failure
-from weft.transforms.pipelines.transports.network import SECRET, Secret, Store
-from weft.transforms.pipelines.transports.places import Places
+from weft.transforms.pipelines.transports.messaging.network import SECRET, Secret, Store
+from weft.transforms.pipelines.transports.watching.failures import Clock, Failure
+from weft.transforms.pipelines.transports.watching.places import Places
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from weft.errors import ProgramError, RankError
 from weft.meshes.collectives import Collective, cut, join
 from weft.torchapi.distributed import gloo_group
-from weft.transforms.pipelines.transports.messages import as_bytes
-from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
+from weft.transforms.pipelines.transports.messaging.messages import as_bytes
+from weft.transforms.pipelines.transports.watching.monitor import CAPACITY, Monitor
 
 
 class GlooEnd:

@@ -18,10 +18,10 @@ from typing import Self
 import attrs
 
 from weft.errors import RankError
-from weft.transforms.pipelines.transports.failures import Failure, described
-from weft.transforms.pipelines.transports.messages import DeviceEnd, DeviceEvent
-from weft.transforms.pipelines.transports.monitor import END, Monitor
-from weft.transforms.pipelines.transports.records import Position, Records
+from weft.transforms.pipelines.transports.messaging.messages import DeviceEnd, DeviceEvent
+from weft.transforms.pipelines.transports.watching.failures import Failure, described
+from weft.transforms.pipelines.transports.watching.monitor import END, Monitor
+from weft.transforms.pipelines.transports.watching.records import Position, Records
 
 _POLL = 0.05
 """Seconds between two looks at a device."""

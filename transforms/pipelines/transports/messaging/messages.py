@@ -22,10 +22,10 @@ from weft.ops.transfers import transfer
 from weft.schema import Schema
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
-from weft.transforms.pipelines.transports import json_values
 from weft.transforms.pipelines.transports.agreement import Agreement, Expected, Meeting, header_bytes
-from weft.transforms.pipelines.transports.monitor import Monitor
-from weft.transforms.pipelines.transports.wire import Wire
+from weft.transforms.pipelines.transports.messaging import json_values
+from weft.transforms.pipelines.transports.messaging.wire import Wire
+from weft.transforms.pipelines.transports.watching.monitor import Monitor
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 from weft.value_keys import value_key
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 import attrs
 
 from weft.torchapi.distributed import listen
-from weft.transforms.pipelines.transports.network import Secret
+from weft.transforms.pipelines.transports.messaging.network import Secret
 
 _NONCE = 32
 _TAG = 16

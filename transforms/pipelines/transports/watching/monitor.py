@@ -19,8 +19,8 @@ from weft.errors import RankError
 from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.lanes import lane_rank
-from weft.transforms.pipelines.transports.failures import Clock, Failure, blockers, culprit, described
-from weft.transforms.pipelines.transports.records import START, Liveness, Position, Records
+from weft.transforms.pipelines.transports.watching.failures import Clock, Failure, blockers, culprit, described
+from weft.transforms.pipelines.transports.watching.records import START, Liveness, Position, Records
 
 CAPACITY = 2
 """Messages that an edge between processes holds; a sender waits if there are more."""

@@ -1,0 +1,1 @@
+"""Ends: what carries tensors between processes, by gloo, by NCCL, or by stores into memory that GPUs share."""
