@@ -386,6 +386,7 @@ class Engine:
         graphs, captured when they are first needed. For even latency, call `gc.collect()` and `gc.freeze()` afterwards:
         a full collection looks through all objects of torch and of the model, which takes 0.1 s, in a step.
         """
+        self._copy_results(self._executor.flush())  # what is under way has the states
         capture_all(self._executor)
         return self.stats()
 

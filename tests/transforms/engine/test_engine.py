@@ -201,6 +201,21 @@ def test_after_warm_up_nothing_is_captured_and_nothing_was_left_in_the_state(pip
     assert warm.stats().steps == cold.stats().steps
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_an_engine_warms_up_while_requests_are_under_way(pipeline: int, steps: int) -> None:
+    said = []
+    for graph in ("full_and_piecewise", "none"):
+        engine = Engine(small_model(), SMALL, pipeline=pipeline, graph=graph, seed=0)
+        for index in range(6):
+            engine.add([1, 2, index], max_tokens=5, id=str(index))
+        seen = [output for _ in range(steps) for output in engine.step()]
+        engine.warm_up()
+        seen += engine
+        said.append({output.id: output.track.token_ids for output in seen})
+    assert said[0] == said[1]
+
+
 def test_stats_count_what_was_done() -> None:
     engine = Engine(small_model(), SMALL, graph="full_decode_only", run_ahead=0)
     for index in range(3):
