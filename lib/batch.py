@@ -109,8 +109,10 @@ class Batch(Summarized):
         _check(f"Batch.decode({rows})", rows)
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
-            to_device(torch.tensor(rows, dtype=torch.int64), device),
-            to_device(torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64), device),
+            to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
+            to_device(
+                torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64, device="cpu"), device
+            ),
             torch.arange(n + 1, dtype=torch.int32, device=device) * query_len,
             torch.ones(n, dtype=torch.bool, device=device),
         )
@@ -154,10 +156,10 @@ class Batch(Summarized):
         _check(call, rows, token_ids, flags, inputs_embeds, positions, extras)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
-            to_device(torch.tensor(rows, dtype=torch.int64), device),
-            to_device(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
-            to_device(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device),
-            to_device(torch.tensor(flags, dtype=torch.bool), device),
+            to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
+            to_device(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64, device="cpu"), device),
+            to_device(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu"), device),
+            to_device(torch.tensor(flags, dtype=torch.bool, device="cpu"), device),
             inputs_embeds=None if inputs_embeds is None else to_device(inputs_embeds, device),
             positions=None if positions is None else to_device(positions, device),
             token_extras={name: PerToken(to_device(own.values, device)) for name, own in extras.items()},

@@ -2,6 +2,7 @@
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from weft.descriptor import arguments_of, check_descriptor
@@ -13,8 +14,8 @@ T = TypeVar("T")
 
 def padded_shape(value: Tensor, spec: Axes, descriptor: Any) -> tuple[int, ...]:
     """The shape that `value` has under `descriptor`."""
-    extents = (spec.extent(dim, descriptor) for dim in range(value.dim()))
-    return tuple(size if extent is None else extent for size, extent in zip(value.shape, extents, strict=True))
+    extents = [spec.extent(dim, descriptor) for dim in range(value.dim())]
+    return tuple([size if extent is None else extent for size, extent in zip(value.shape, extents, strict=True)])
 
 
 def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
@@ -59,7 +60,7 @@ def pad(tree: T, descriptor: Any) -> T:
 
     found = find_descriptors(tree)
 
-    def grow(value: Tensor, spec: Axes) -> Tensor:
+    def checked(value: Tensor, spec: Axes) -> Tensor:
         own = tuple(value.shape)
         said = padded_shape(value, spec, found[0]) if len(found) == 1 else own
         shape = padded_shape(value, spec, descriptor)
@@ -71,9 +72,7 @@ def pad(tree: T, descriptor: Any) -> T:
                 seen = f"a tensor of shape {own} in a batch of class '{found[0]}', which needs {said}"
                 instead = "give the batch the descriptor of its tensors"
             raise DescriptorError(call, seen, instead)
-        target = value.new_empty(shape)
-        write_padded(target, value, spec)
-        return target
+        return grow(value, spec, descriptor)
 
     call = f"weft.pad({type(tree).__name__}, {descriptor})"
     for one in (descriptor, *found):
@@ -87,7 +86,22 @@ def pad(tree: T, descriptor: Any) -> T:
             seen = f"the batch is {beyond}, which that descriptor does not cover"
             instead = "pad to a descriptor d with d.covers(batch.descriptor)"
         raise DescriptorError(call, seen, instead)
-    return map_sized(grow, tree, descriptor)
+    return map_sized(checked, tree, descriptor)
+
+
+def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
+    """One tensor that `pad` returns, under a descriptor that covers it."""
+    shape = padded_shape(value, spec, descriptor)
+    if shape == value.shape:
+        return value
+    if not isinstance(spec.pad, str):  # one operator on the host, where steps are padded
+        more = [
+            size for own, all_ in zip(reversed(value.shape), reversed(shape), strict=True) for size in (0, all_ - own)
+        ]
+        return torch.constant_pad_nd(value, more, spec.pad)
+    target = value.new_empty(shape)
+    write_padded(target, value, spec)
+    return target
 
 
 def unpad(tree: T, descriptor: Any) -> T:

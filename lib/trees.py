@@ -366,11 +366,13 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None
 
 def _check_field(node: Any, name: str, spec: Axes) -> None:
     value = getattr(node, name)
-    if isinstance(value, list | tuple | dict | int | float):
-        shown, seen, instead = f"{value!r:.60}", kind_of(value), "a tensor (torch.tensor), or a field without axes"
-    elif isinstance(value, Tensor) and value.dim() < len(spec.dims):
+    if isinstance(value, Tensor):
+        if value.dim() >= len(spec.dims):
+            return
         shown, seen = f"<tensor of shape {tuple(value.shape)}>", f"{value.dim()} dimensions"
         instead = "a name for each dimension, or for the first ones"
+    elif isinstance(value, list | tuple | dict | int | float):
+        shown, seen, instead = f"{value!r:.60}", kind_of(value), "a tensor (torch.tensor), or a field without axes"
     else:
         return
     call = f"{type(node).__name__}({name}={shown})"

@@ -20,7 +20,8 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
-from weft.transforms.engine.steps.step import graph_step, model_ladder
+from weft.transforms.engine.steps.classes import model_ladder
+from weft.transforms.engine.steps.step import graph_step
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_map
 

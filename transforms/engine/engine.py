@@ -380,13 +380,13 @@ class Engine:
         return self._host.pages.forget()
 
     def warm_up(self) -> Stats:
-        """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; returns `stats()`. On a
-        GPU kernels are compiled first, also for larger steps without a graph, which then run once; not in mode none.
-        All of it is on padding, in rows that no request has. Steps with masks, embeddings or prompt logprobs have other
-        graphs, captured when they are first needed. For even latency, call `gc.collect()` and `gc.freeze()` afterwards:
-        a full collection looks through all objects of torch and of the model, which takes 0.1 s, in a step.
-        """
-        self._copy_results(self._executor.flush())  # what is under way has the states
+        """Capture all graphs, on padding, with a progress bar on a terminal; returns `stats()`. On a GPU kernels are
+        compiled first, also for larger steps without a graph, which then run once; not in mode none. Steps with masks,
+        embeddings or prompt logprobs have other graphs, captured when first needed. For even latency, call `gc.collect`
+        and `gc.freeze` afterwards: a full collection takes 0.1 s. With stages elsewhere, call it on every rank."""
+        with self._guard.within(call := "engine.warm_up()"):
+            self.transport.assert_equal("the call", call)
+            self._copy_results(self._executor.flush())  # what is under way has the states
         capture_all(self._executor)
         return self.stats()
 

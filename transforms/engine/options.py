@@ -20,8 +20,8 @@ from weft.state import Drafting, State
 from weft.transforms.engine.memory import empty_pages, fitting_pages, page_bytes, reserved_bytes
 from weft.transforms.engine.requests.host_state import Budget, tokens_rule
 from weft.transforms.engine.split import Split
+from weft.transforms.engine.steps.classes import captured_tokens, has_small_layers
 from weft.transforms.engine.steps.executor import Executor
-from weft.transforms.engine.steps.step import captured_tokens, has_small_layers
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.argument_checks import TRANSPORT
 

@@ -25,14 +25,12 @@ from weft.state import State, admit, advance
 from weft.transforms.engine.memory import empty_pages
 from weft.transforms.engine.options import RULES, ResolvedLimits, stage_rule
 from weft.transforms.engine.split import Split
-from weft.transforms.engine.steps.executor import Classes, Executor, PipelineExecutor, StepExecutor
+from weft.transforms.engine.steps.classes import Classes, eager_ladder, engine_ladder, model_ladder
+from weft.transforms.engine.steps.executor import Executor, PipelineExecutor, StepExecutor
 from weft.transforms.engine.steps.step import (
     advance_work,
-    eager_ladder,
-    engine_ladder,
     graph_step,
     is_advanced,
-    model_ladder,
     with_advance,
     with_edits,
 )

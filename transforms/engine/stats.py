@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from weft.transforms.engine.requests.host_state import HostState
-from weft.transforms.engine.steps.executor import Classes
+from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.results import StepResult
 from weft.transforms.engine.steps.step import Work
 from weft.transforms.graphs.graphified import Graphified

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.descriptor import check_descriptor
 from weft.errors import CacheMissError, CaptureError, DescriptorError
-from weft.ops.transfers.collective import current_place
+from weft.ops.transfers.collective import others_wait
 from weft.settings import MAY_REPLAY, config, count_capture, may_capture
 from weft.torchapi.private import backend_switches
 from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
@@ -365,9 +365,9 @@ class Cache:
         self.entries[key] = Entry(graph, key.references, tuple(weakref.ref(value, drop) for value in held))
 
     def note_full_memory(self, decision: Decision[Any]) -> str:
-        """Stop capturing because the memory is full, warn, and return the reason. On a rank of a mesh, raise again."""
-        if current_place() is not None:
-            raise  # other ranks wait for this one's collectives
+        """Stop capturing because the memory is full, warn, and return the reason. If other ranks wait, raise again."""
+        if others_wait():
+            raise
         title = "a call" if decision.descriptor is None else f"'{decision.descriptor}'"
         self.exhausted = f"the device's memory was full when {title} was to be captured"
         warnings.warn(

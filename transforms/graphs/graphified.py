@@ -17,7 +17,6 @@ from weft.ops.transfers.collective import current_place
 from weft.settings import MAY_REPLAY, is_batch_invariant
 from weft.torchapi.private import (
     WithoutFunctionModes,
-    function_modes,
     in_plain_surroundings,
     num_function_modes,
     uncompiled,
@@ -35,7 +34,7 @@ from weft.transforms.graphs.calls.call import (
     modules_keep_training,
     runs_inline,
 )
-from weft.transforms.graphs.calls.fast_path import Missed
+from weft.transforms.graphs.calls.fast_path import Missed, modes_around
 from weft.transforms.graphs.calls.key import CacheInfo, without_grad_mode
 from weft.transforms.graphs.calls.method import Method
 from weft.transforms.graphs.calls.results import keep_in_place
@@ -123,9 +122,7 @@ class Graphified(Generic[P, R]):
         property that it reads), in `batch_invariant()`, and on a rank of a mesh."""
         if watches_borrows():
             return self._call(args, kwargs)
-        modes, fast_paths = function_modes(), self._cache.fast_paths
-        modes = (*modes, "batch invariant") if is_batch_invariant() else modes
-        modes = modes if (place := current_place()) is None else (*modes, place)
+        modes, fast_paths = modes_around(), self._cache.fast_paths
         with WithoutFunctionModes():
             missed: list[Missed[Plan]] = []
             for fast_path in fast_paths.by_form.get((len(args), *kwargs, *modes), ()):
@@ -282,15 +279,17 @@ class Graphified(Generic[P, R]):
                 compile_ahead(self._graphable, call, self._cache)
 
     def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Prepare for calls like this one: plan the replay of their graph if it is there; if they have none, run the
-        function once on padding of their class, if there is memory, so that libraries are ready. No state changes."""
-        call = self._example(args, kwargs)
+        """Prepare for calls like this one: if their class is captured, plan the replay. If no class covers them, run
+        the function once on padding, if there is memory, so that libraries are ready. No state changes."""
+        call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
+        if runs_inline(call):
+            return
+        is_plain = in_plain_surroundings() and MAY_REPLAY.get() and not watches_borrows()
         with self._lock:
             if (decision := self._cache.decide(call)).mode == "none":
                 rehearse(self._graphable, call, self._cache)
-            elif not runs_inline(call) and self._cache.find(self._cache.key(call, decision)) is not None:
-                is_plain = in_plain_surroundings() and not (num_function_modes() or is_batch_invariant())
-                self._plan(call, args, kwargs, () if is_plain and not current_place() else None)
+            elif self._cache.find(self._cache.key(call, decision)) is not None:
+                self._plan(call, args, kwargs, modes_around() if is_plain else None)
 
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.errors import CacheMissError, CaptureError
 from weft.ops.constants import is_constant
 from weft.ops.register import triton_version
-from weft.ops.transfers.collective import current_place, effect_of
+from weft.ops.transfers.collective import effect_of, others_wait
 from weft.torchapi.patches import signal_capture
 from weft.torchapi.private import (
     storage_id,
@@ -245,7 +245,7 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
         if backend.device.type == "cuda":
             ask_for_kernels(backend.device, len(call.copied_leaves))
         for rung in missing:
-            with contextlib.suppress(torch.OutOfMemoryError):
+            with _may_be_full():
                 prepared = prepare(graphable, call, rung.descriptor, input_buffers)
                 with prepared.restored(audit_of(graphable, prepared, backend.device)), zeros:
                     prepared.run()
@@ -254,8 +254,13 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
 def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
     """Run the function once, without a graph, on padding of the call's class, if there is memory for it; the arguments
     are left unchanged. On a rank of a mesh, where others wait for this one's collectives, a full memory is an error."""
-    prepared = prepare(graphable, call, cache.descriptor(call), InputBufferPool())
-    audit = audit_of(graphable, prepared, cache.backend_for(call).device)
-    may_be_full = contextlib.suppress(torch.OutOfMemoryError) if current_place() is None else contextlib.nullcontext()
-    with ONE_AT_A_TIME, may_be_full, prepared.restored(audit):
-        prepared.run()
+    with ONE_AT_A_TIME, _may_be_full():
+        prepared = prepare(graphable, call, cache.descriptor(call), InputBufferPool())
+        audit = audit_of(graphable, prepared, cache.backend_for(call).device)
+        with prepared.restored(audit), audit.random.private_draws():
+            prepared.run()
+
+
+def _may_be_full() -> AbstractContextManager[None]:
+    """A context that ends quietly where the memory is full, unless other ranks wait for this one's collectives."""
+    return contextlib.nullcontext() if others_wait() else contextlib.suppress(torch.OutOfMemoryError)

@@ -67,6 +67,12 @@ current_place: Callable[[], Place | None] = _PLACE.get
 """The rank that runs a function now; None: no rank of a mesh does. A captured call depends on it."""
 
 
+def others_wait() -> bool:
+    """Whether other ranks take part in the collectives of this one, and would wait for those that it leaves out."""
+    place = current_place()
+    return place is not None and place.mesh.num_ranks > 1
+
+
 def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
     """The sum of the tensors of all ranks along an axis of the mesh, on each of them: JAX's `psum`.
 

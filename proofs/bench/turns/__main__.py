@@ -60,7 +60,7 @@ class Workload(NamedTuple):
     sampling: Mapping[str, float] = {"temperature": 1.0}
 
     def turn(self, seed: int) -> dict[str, Any]:
-        """What an engine is asked for: the length of each prompt, that of completions, and how tokens are sampled."""
+        """The requests of one round, for both engines: prompt lengths, completion length, sampling."""
         draw, lengths = random.Random(seed), [self.input_len] * self.num_requests
         lengths = [draw.randint(1, one) for one in lengths] if self.varied else lengths
         return {"input_lens": lengths, "output_len": self.output_len, "sampling": self.sampling}

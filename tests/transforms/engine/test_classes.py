@@ -24,8 +24,8 @@ from weft.transforms.engine import options, setup
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.stats import Stats
-from weft.transforms.engine.steps import step
-from weft.transforms.engine.steps.executor import Classes
+from weft.transforms.engine.steps import classes as module
+from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import MODES, Ladder, Limits, make_ladder
 
@@ -92,7 +92,7 @@ def test_steps_without_a_graph_take_kernels_of_classes_that_are_compiled_ahead(m
 
 
 def test_beyond_the_largest_class_tiles_are_those_of_powers_of_two() -> None:
-    assert step._MOST_CAPTURED == MANY_TOKENS
+    assert module._MOST_CAPTURED == MANY_TOKENS
     adapters = [BatchDescriptor(8, 4, None, number) for number in (0, 1, 4)]
     classes = Classes(eager=Ladder(adapters), max_num_tokens=40)
     large = [(one.num_tokens, one.num_active_loras) for one in classes.large]
@@ -102,7 +102,7 @@ def test_beyond_the_largest_class_tiles_are_those_of_powers_of_two() -> None:
 
 
 def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.transforms.engine.steps.executor._MAX_DECISIONS", 3)
+    monkeypatch.setattr("weft.transforms.engine.steps.classes._MAX_DECISIONS", 3)
     classes = Classes(eager=LADDERS["piecewise"])
     for tokens in range(1, 9):
         classes.of(BatchDescriptor(tokens, 1))
@@ -132,7 +132,7 @@ def test_graphs_see_the_sizes_of_classes_alone(monkeypatch: pytest.MonkeyPatch, 
 )
 def test_small_layers_have_larger_graphs_and_steps(monkeypatch: pytest.MonkeyPatch, preset: str, most: int) -> None:
     config = parse_config(PRESETS[preset], source="a test")
-    assert step.captured_tokens(config) == most
+    assert module.captured_tokens(config) == most
     model: Any = SimpleNamespace(device="cuda", config=config)
     for gib, wanted in ((24, 2048), (80, 4096 if most == 4096 else 8192)):
         properties = SimpleNamespace(total_memory=gib * 2**30)
@@ -142,7 +142,7 @@ def test_small_layers_have_larger_graphs_and_steps(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def padded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder = step.eager_ladder
+    ladder = module.eager_ladder
     monkeypatch.setattr(setup, "eager_ladder", lambda *given: ladder(*given[:-1], torch.device("cuda")))
 
 
@@ -199,7 +199,7 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
-    monkeypatch.setattr(step, "_MOST_CAPTURED_IF_SMALL", 8)
+    monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
     ran, rehearse = list[str](), Graphified.rehearse
     monkeypatch.setattr(
         Graphified, "rehearse", lambda self, *args: ran.append(str(args[2].descriptor)) or rehearse(self, *args)
@@ -216,7 +216,7 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
 def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     wanted, _ = say(model, "full_and_piecewise")
-    monkeypatch.setattr(step, "_MOST_CAPTURED_IF_SMALL", 8)
+    monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
     padded, classes = list[int](), Classes.pad
 
     def pad(self: Classes, batch: Batch) -> Batch:

@@ -9,9 +9,9 @@ import torch
 from weft.batch import Batch
 from weft.outputs import Output
 from weft.proofs.checks.difference import assert_equal
+from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.executor import (
     BatchCache,
-    Classes,
     PipelineExecutor,
     StepExecutor,
     _submission,

@@ -45,6 +45,20 @@ def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeli
     assert [output.finish_reason for output in engine.abort("a")] == ["abort"]
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_an_interrupt_while_an_engine_warms_up_is_that_of_a_step(pipeline: int) -> None:
+    engine = Engine(small_model(), SMALL, pipeline=pipeline)
+    engine.add([1, 2], max_tokens=5, id="a")
+    engine.step()
+    do, engine._executor = engine._executor, _Raises(KeyboardInterrupt())  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        engine.warm_up()
+    engine._executor = do
+    for call in (engine.step, engine.warm_up):
+        with pytest.raises(EngineError, match="an earlier step that raised KeyboardInterrupt"):
+            call()
+
+
 class _Raises:
     num_running = 0
 

@@ -161,7 +161,7 @@ def test_steps_are_measured() -> None:
 @pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
 def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str, Any]) -> None:
     limits = EngineLimits(max_num_reqs=12, max_model_len=100, max_num_tokens=400, max_step_seconds=60.0)
-    with mock.patch("weft.transforms.engine.steps.step._MOST_CAPTURED_IF_SMALL", 64), _noted() as works:
+    with mock.patch("weft.transforms.engine.steps.classes._MOST_CAPTURED_IF_SMALL", 64), _noted() as works:
         engine = Engine(load(DEMO, "cpu"), limits, graph=graph, **options)
     budget, captured = engine.limits.budget, 0 if graph == "none" else 64
     counts = Counter(tuple(map(len, work.token_ids)) for work in works if work.token_ids)

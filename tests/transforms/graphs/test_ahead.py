@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+import weft
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
@@ -199,6 +201,34 @@ def test_a_call_with_a_graph_is_planned_and_nothing_runs(monkeypatch: pytest.Mon
     assert (len(ran), float(total)) == (count, 19)
 
 
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [weft.batch_invariant, Mode, lambda: torch.device("cpu"), lambda: placed(Place(Mesh(tensor=1), 0))],
+    ids=["batch invariant", "function mode", "default device", "rank of a mesh"],
+)
+def test_a_call_in_other_surroundings_is_planned_too(around: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, x = graphify(lambda x: x + 1), torch.ones(3)
+    with around():
+        graph.capture(x)
+        graph.rehearse(x)
+        monkeypatch.setattr(type(graph), "_call", None)
+        assert graph(x).tolist() == [2.0] * 3
+
+
+def test_a_rehearsal_takes_nothing_from_the_generator_of_its_caller() -> None:
+    graph = graphify(lambda rows: torch.rand_like(rows.x), ladder=[BatchDescriptor(2, 2)])
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    graph.rehearse(Rows(BatchDescriptor(5, 5), torch.ones(5, 3)))
+    assert torch.rand(3).equal(expected)
+
+
 def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
     pytest.importorskip("triton")
     ran: list[int] = []
@@ -215,6 +245,7 @@ def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
     assert ran == [4, 2]
 
 
+@pytest.mark.filterwarnings("ignore:full. the device's memory was full")
 @pytest.mark.parametrize("how", ["capture", "rehearse", "__call__"])
 def test_where_the_memory_is_full_a_rank_of_a_mesh_raises(how: str) -> None:
     """It cannot go on by itself: the others wait for its collectives."""
@@ -224,8 +255,12 @@ def test_where_the_memory_is_full_a_rank_of_a_mesh_raises(how: str) -> None:
 
     graph = graphify(full, ladder=[BatchDescriptor(2, 2)])
     size = 3 if how == "rehearse" else 2
+    rows = Rows(BatchDescriptor(size, size), torch.ones(size, 3))
     with placed(Place(Mesh(tensor=2), 1)), pytest.raises(torch.OutOfMemoryError):
-        getattr(graph, how)(Rows(BatchDescriptor(size, size), torch.ones(size, 3)))
+        getattr(graph, how)(rows)
+    if how != "__call__":
+        with placed(Place(Mesh(tensor=1), 0)):  # no other rank waits
+            getattr(graph, how)(rows)
 
 
 def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full() -> None:

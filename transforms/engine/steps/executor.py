@@ -3,7 +3,7 @@
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
@@ -13,13 +13,12 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import EngineError
-from weft.padding import inert, pad, unpad
+from weft.padding import inert
 from weft.torchapi.private import to_device
+from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.results import FinishedWork
 from weft.transforms.engine.steps.step import DeviceWork, Edits, Work, apply_edits
-from weft.transforms.graphs.dispatch import Decision, dispatch, excess
 from weft.transforms.graphs.graphified import Graphified
-from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.lower import compiling_at_once
 from weft.transforms.graphs.memory import MemoryEstimate
 from weft.transforms.pipelines.microbatch import class_text
@@ -31,80 +30,9 @@ from weft.trees import tree_map
 T = TypeVar("T")
 
 _MAX_CACHED_BATCHES = 16
-_MAX_DECISIONS = 4096
 
 Example = tuple[Graphified[..., Any], tuple[Any, ...]]
 """A graphified function, and arguments to capture it with."""
-
-
-@attrs.frozen
-class Classes:
-    """The classes that steps run under, to which their batches are padded.
-
-    Args:
-        captured: those of graphs.
-        eager: those of other steps (`eager_ladder`). A step of more tokens than any of them has is
-            padded in requests only, to the most that one has, so that the head and sampling take the same kernels.
-        max_num_tokens: the most tokens of a step.
-    """
-
-    captured: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
-    eager: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
-    max_num_tokens: int = 0
-    _decisions: dict[BatchDescriptor, Decision[BatchDescriptor]] = attrs.field(factory=dict, init=False)
-
-    def of(self, own: BatchDescriptor) -> Decision[BatchDescriptor]:
-        """The mode that a step runs in, and the class that it is padded to."""
-        if (found := self._decisions.get(own)) is None:
-            found = dispatch(own, self.captured)
-            if found.mode == "none":
-                eager = dispatch(own, self.eager)
-                chosen = self._of_most_requests(own) if eager.mode == "none" else eager.descriptor
-                padding = tuple((name, more) for name, more in excess(chosen, own).items() if more)
-                found = attrs.evolve(found, descriptor=chosen, padding=padding)
-            if len(self._decisions) >= _MAX_DECISIONS:
-                self._decisions.clear()
-            self._decisions[own] = found
-        return found
-
-    @property
-    def captured_tokens(self) -> int:
-        """The most tokens of a step with prompts that has a graph."""
-        return max((one.num_tokens for one in self.captured if not one.is_uniform), default=0)
-
-    @property
-    def without_graph(self) -> list[BatchDescriptor]:
-        """The classes of padded steps without a graph; beyond the largest, those of `large`."""
-        return [one for one in (*self.eager, *self.large) if self.of(one).mode == "none"]
-
-    @property
-    def large(self) -> list[BatchDescriptor]:
-        """Classes of more tokens than any other: powers of two and `max_num_tokens`, one for each choice of tiles."""
-        largest = {one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform}.values()
-        powers = (2**power for power in range(self.max_num_tokens.bit_length() + 1))
-        sizes = [min(size, self.max_num_tokens) for size in powers if size < 2 * self.max_num_tokens]
-        more = [attrs.evolve(one, num_tokens=size) for one in largest for size in sizes if size > one.num_tokens]
-        return [*map(self._of_most_requests, more)]
-
-    def _of_most_requests(self, own: BatchDescriptor) -> BatchDescriptor:
-        """The class of as many tokens, and of the most requests of a step, with as many adapters as a class has."""
-        if own.is_uniform or not len(self.eager):
-            return own
-        most = max(one.num_reqs for one in self.eager)
-        adapters = [one.num_active_loras for one in self.eager if one.num_active_loras >= own.num_active_loras]
-        return attrs.evolve(
-            own, num_reqs=max(own.num_reqs, most), num_active_loras=min(adapters, default=own.num_active_loras)
-        )
-
-    def pad(self, batch: Batch) -> Batch:
-        """Pad a batch to its class."""
-        found = self.of(batch.descriptor)
-        return pad(batch, found.descriptor) if found.padding else batch
-
-    def unpad(self, out: T, own: BatchDescriptor) -> T:
-        """Cut what a step returned down to its own class."""
-        found = self.of(own)
-        return unpad(out, own) if found.padding and out is not None else out
 
 
 class Executor(Protocol):
@@ -359,6 +287,16 @@ class StepGuard:
         self.check(self.call, enters=True)
         self._inside = True
 
+    @contextmanager
+    def within(self, call: str) -> Iterator[None]:
+        """The same for `call`, which may be made while it is entered."""
+        self.check(call)
+        try:
+            yield
+        except BaseException as error:
+            self._note(error)
+            raise
+
     @property
     def is_broken(self) -> bool:
         """Whether something was raised in it."""
@@ -378,4 +316,7 @@ class StepGuard:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._inside = False
         if error is not None:
-            self._broken = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+            self._note(error)
+
+    def _note(self, error: BaseException) -> None:
+        self._broken = traceback.format_exception_only(error)[-1].strip().splitlines()[0]

@@ -14,27 +14,18 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import declare_donated, donates
 from weft.outputs import Output, PerToken
 from weft.sampling import SamplingParams
-from weft.stages.config import ModelConfig
-from weft.stages.custom.functions import StageFunctions
-from weft.stages.layout import weights_of_layer
-from weft.stages.model import Model
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
-from weft.transforms.engine.requests.host_state import Budget
 from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
 from weft.transforms.graphs.calls.borrowing import declare_owning, owns_results
 from weft.transforms.graphs.graphify import graphify
-from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder, with_whole
+from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.pipelines.pipeline import Stage, compose
 from weft.trees import pytree
 
 _STATIC = {"weft.static": True}
 _SPLIT_AT = ("weft::paged_attention", "weft::attend_outside")
 """The operators at which piecewise graphs cut a decoder."""
-_MOST_CAPTURED, _MOST_CAPTURED_IF_SMALL = 2048, 4096
-_SMALL_LAYER = 48 * 10**6
-"""The bytes of weights that a token reads in a layer, below which a GPU is faster than the host that launches a step of
-8,192 tokens: on an H200, 19 ms against 22 to 40 for the 28 layers of Qwen3-0.6B, of 31 MB."""
 
 
 @attrs.frozen
@@ -365,42 +356,6 @@ def apply_edits(state: State, edits: Edits) -> State:
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])
     return state
-
-
-def has_small_layers(config: ModelConfig) -> bool:
-    """Whether the host takes longer than a GPU for a large step without a graph, so that steps are best as large as a
-    graph may be."""
-    return weights_of_layer(config, config.num_layers // 2).read(1) < _SMALL_LAYER
-
-
-def captured_tokens(config: ModelConfig) -> int:
-    """The most tokens of a ragged class: a step of more keeps a GPU busy for longer than its launches take the host, or
-    its graph would hold much memory."""
-    return _MOST_CAPTURED_IF_SMALL if has_small_layers(config) else _MOST_CAPTURED
-
-
-def engine_ladder(graph: str, budget: Budget, num_adapters: int, model: Model) -> Ladder[BatchDescriptor]:
-    """The classes of a cohort's steps that may be captured, with the attention that the stages have."""
-    loras, size = lora_rungs(min(num_adapters, budget.cohort_size)), budget.cohort_size
-    most = min(budget.max_num_tokens, max(captured_tokens(model.config), size * max(budget.query_lens)))
-    return model_ladder(graph, Limits(size, most, budget.query_lens, loras), model.functions)
-
-
-def eager_ladder(budget: Budget, num_adapters: int, model: Model, device: torch.device) -> Ladder[BatchDescriptor]:
-    """The classes to which a cohort's steps without a graph are padded. On a GPU they are those of graphs in the
-    default mode, so that each operator has the shapes that it has there: a kernel is chosen by them, and with it the
-    order of its sums. A model that runs in no graph has none."""
-    if device.type != "cuda" or model.functions.capability == "none":
-        return Ladder()
-    mode = "piecewise" if model.functions.capability == "piecewise" else "full_and_piecewise"
-    return engine_ladder(mode, budget, num_adapters, model)
-
-
-def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:
-    """The classes that a model with these functions may capture. Where its attention runs inside of a graph, there is
-    no operator to cut at, and the graph is whole."""
-    ladder = make_ladder(mode, limits, capability=functions.capability, strict=False)
-    return ladder if functions.inside is None else with_whole(ladder, functions.inside)
 
 
 def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:

@@ -16,7 +16,9 @@ import attrs
 from torch import Tensor, is_inference_mode_enabled as is_inference_mode
 
 from weft.donation import refuse_donated, take_node, take_tensor
-from weft.torchapi.private import global_state_check, is_capturing, tensors_check
+from weft.ops.transfers.collective import current_place
+from weft.settings import is_batch_invariant
+from weft.torchapi.private import function_modes, global_state_check, is_capturing, tensors_check
 from weft.transforms.graphs.calls.aliasing import Storages
 from weft.transforms.graphs.calls.call import Call, Roles, make_call
 from weft.transforms.graphs.calls.key import KnownReferences
@@ -28,6 +30,13 @@ from weft.transforms.graphs.calls.reader import (
     argument_expressions,
     write_reader,
 )
+
+
+def modes_around() -> tuple[Any, ...]:
+    """What surrounds a call, as fast paths tell it apart; in most calls nothing."""
+    modes, place = function_modes(), current_place()
+    modes = (*modes, "batch invariant") if is_batch_invariant() else modes
+    return modes if place is None else (*modes, place)
 
 
 class Value(Protocol):

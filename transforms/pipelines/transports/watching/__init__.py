@@ -1,1 +1,1 @@
-"""How ranks watch one another: what each shows and sees of the others, and what went wrong first."""
+"""How ranks watch one another: signs of life, failures, and which rank is to blame."""
