@@ -47,15 +47,15 @@ def attend_block(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """`attend_kernel` for a block of a request's queries; `own` is the request, its first token, the number of its
-    tokens in this step, and that of its context.
+    """`attend_kernel` for a block of a request's queries; `own` is the request, the key head, the request's
+    first token, the number of its tokens in this step, and that of its context.
 
     With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each segment by itself, and
     then merged in order, in this program or, from `shares`, in `combine_kernel`. So the order of a query's sums depends
     on its position alone.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    request, start, query_len, seq_len = own
+    request, kv_head, start, query_len, seq_len = own
     row = tl.arange(0, ROWS)
     query = block * QUERIES + row // GROUP
     token = (start + query).to(tl.int64)
@@ -70,7 +70,8 @@ def attend_block(
         first = tl.maximum(oldest, 0) // KEYS * KEYS
     end = tl.max(position, axis=0) + 1
 
-    head = tl.program_id(1) * GROUP + row % GROUP
+    head = kv_head * GROUP + row % GROUP
+    head_pages = kv_pages + kv_head * DIM
     dim = tl.arange(0, DIMS)
     mask = live[:, None] & (dim < DIM)[None, :]
     queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
@@ -88,7 +89,7 @@ def attend_block(
         own_first += tl.program_id(2) * own_segments
         for segment in range(own_first, tl.minimum(own_first + own_segments, tl.cdiv(end, SEGMENT))):
             m_own, s_own, acc_own = _attend_range(
-                queries, position, live, kv_pages, values, table, tl.maximum(segment * SEGMENT, first),
+                queries, position, live, head_pages, values, table, tl.maximum(segment * SEGMENT, first),
                 tl.minimum((segment + 1) * SEGMENT, end), end, scale,
                 KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, True,  # one loop for all tiles: one order of sums
             )  # fmt: skip
@@ -102,7 +103,7 @@ def attend_block(
     else:
         lo, hi = _share(first, end, KEYS, SPLITS)
         m, s, acc = _attend_range(
-            queries, position, live, kv_pages, values, table, lo, hi, end, scale,
+            queries, position, live, head_pages, values, table, lo, hi, end, scale,
             KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, ONE_BLOCK,
         )  # fmt: skip
 
@@ -118,7 +119,7 @@ def attend_block(
 
 @triton.jit
 def _attend_range(
-    queries, position, live, kv_pages, values, table, lo, hi, end, scale,
+    queries, position, live, head_pages, values, table, lo, hi, end, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIMS: tl.constexpr, WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -133,17 +134,17 @@ def _attend_range(
         if WINDOW:
             edge = tl.minimum(lo + tl.cdiv(tl.maximum(end - WINDOW - lo, 0), KEYS) * KEYS, whole)
             m, s, acc = _attend_tiles(
-                m, s, acc, queries, position, kv_pages, values, table, lo, edge, scale,
+                m, s, acc, queries, position, head_pages, values, table, lo, edge, scale,
                 KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
             )  # fmt: skip
             lo = edge
         m, s, acc = _attend_tiles(
-            m, s, acc, queries, position, kv_pages, values, table, lo, whole, scale,
+            m, s, acc, queries, position, head_pages, values, table, lo, whole, scale,
             KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, False,
         )  # fmt: skip
         lo = whole
     return _attend_tiles(
-        m, s, acc, queries, position, kv_pages, values, table, lo, hi, scale,
+        m, s, acc, queries, position, head_pages, values, table, lo, hi, scale,
         KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
     )  # fmt: skip
 
@@ -163,7 +164,7 @@ def _attend_tiles(
     acc,
     queries,
     position,
-    kv_pages,
+    head_pages,
     values,
     table,
     lo,
@@ -179,15 +180,16 @@ def _attend_tiles(
 ):
     """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the positions lo:hi. Without
     MASKED these are whole tiles that every live query sees."""
-    dim = tl.arange(0, DIMS)
+    dim, own = tl.arange(0, DIMS), tl.arange(0, KEYS)
+    WIDTH: tl.constexpr = KV_HEADS * DIM
     for start in range(lo, hi, KEYS):
-        at = start + tl.arange(0, KEYS)
-        if MASKED:
-            page = tl.load(table + at // PAGE_SIZE, mask=at < hi, other=0).to(tl.int64)
+        at = start + own
+        if KEYS % PAGE_SIZE == 0:  # a tile begins with a page, so that places in pages are the same for all tiles
+            pages, slot = table + start // PAGE_SIZE + own // PAGE_SIZE, own % PAGE_SIZE
         else:
-            page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
-        offset = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + tl.program_id(1)) * DIM
-        where = kv_pages + offset[:, None] + dim[None, :]
+            pages, slot = table + at // PAGE_SIZE, at % PAGE_SIZE
+        page = tl.load(pages, mask=at < hi, other=0) if MASKED else tl.load(pages)
+        where = head_pages + (slot * WIDTH)[:, None] + dim[None, :] + (page.to(tl.int64) * (PAGE_SIZE * WIDTH))[:, None]
         if MASKED or DIM < DIMS:
             # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.
             mask = (at < hi)[:, None] & (dim < DIM)[None, :]
@@ -198,16 +200,16 @@ def _attend_tiles(
             value = tl.load(where + values)
         if key.dtype != queries.dtype:  # FP8
             key, value = key.to(queries.dtype), value.to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & (at < hi)[None, :]
             if WINDOW:
                 seen &= at[None, :] > position[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
         # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.
         base = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(scores - base[:, None])
+        p = tl.exp2(scores * scale - base[:, None])  # one instruction scales and shifts
         shrink = tl.exp2(m - base)
         s = s * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")

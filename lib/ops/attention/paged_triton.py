@@ -126,28 +126,33 @@ def attend_kernel(
 ):
     """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
 
-    `scale` includes log2(e), since powers are of 2. Without splits `shares` is the output; with splits `combine_kernel`
-    reads it. Rows of padding are not read; in the output they are zeroed.
+    `scale` is positive, and includes log2(e), since powers are of 2. Without splits `shares` is the output; with splits
+    `combine_kernel` reads it. Rows of padding are not read; in the output they are zeroed.
     """
     begin(at_once)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    request = tl.program_id(0)
+    index, kv_head, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if not ONE_BLOCK:  # those of all key heads side by side
+        index, kv_head, programs = index // KV_HEADS, index % KV_HEADS, programs // KV_HEADS
     if SPLITS == 1:
-        first = tl.load(query_start_loc + num_reqs) + request
-        head = tl.program_id(1) * GROUP
-        programs = tl.num_programs(0)
+        first = tl.load(query_start_loc + num_reqs) + index
+        head = kv_head * GROUP
         zero_tokens(shares, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
-    index = tl.num_programs(0) - 1 - tl.program_id(0)  # a request's last block, the longest, begins first
-    if not ONE_BLOCK:
-        request = _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
+    request = index if ONE_BLOCK else _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
     if request >= num_reqs:
         return
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
-    block = 0 if ONE_BLOCK else index - start // QUERIES - request
+    block = 0
+    if not ONE_BLOCK:
+        # A request's last block, the longest, begins first, and decodes, which schedulers put before prompts, begin
+        # before them: long programs that began last would leave most multiprocessors idle in the end.
+        block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
+        if block < 0:
+            return
 
-    own = request, start, query_len, seq_len
+    own = request, kv_head, start, query_len, seq_len
     FEW: tl.constexpr = 0 if ONE_BLOCK or SEGMENT else 16 // GROUP
     if FEW and query_len <= FEW:  # a decode among prompts
         attend_block(
@@ -255,6 +260,8 @@ def _launch_attend(
     scales: Tensor | None,
     batch_invariant: bool,
 ) -> None:
+    if scale <= 0:  # in the kernel the largest product has the largest score
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
@@ -267,7 +274,8 @@ def _launch_attend(
     shares = q.new_empty((tokens, heads, num_shares, dim), dtype=torch.float32) if split else out
     maxima, sums = q.new_empty((2, tokens, heads, num_shares), dtype=torch.float32) if split else (out, out)
     quantized, scales = scales is not None, out if scales is None else scales
-    attend_kernel[(plan.blocks, kv_heads, plan.splits)](
+    grid = (plan.blocks, kv_heads, plan.splits) if plan.one_block else (plan.blocks * kv_heads,)
+    attend_kernel[grid](
         q,
         kv_pages,
         *where,

@@ -52,6 +52,20 @@ def test_kernels_interpreted_equal_dense_attention(
     assert_matches(*interpreted[index])
 
 
+_SCALED = """
+import sys, torch
+from weft.ops.attention.paged_triton import attend
+torch.save([attend(*args) for args in torch.load(sys.argv[1])], sys.argv[2])
+"""
+
+
+def test_a_scale_may_be_zero_or_negative(tmp_path: Path) -> None:
+    shape = Shape((Request(100, 20), Request(0, 90), *DECODE), dim=16, page_size=16)
+    given = [(*draw_case(shape).args[:-2], scale, 0) for scale in (-0.3, 0.0, 0.3)]
+    for args, found in zip(given, interpret(_SCALED, given, tmp_path), strict=True):
+        torch.testing.assert_close(found, paged_attention(*args), rtol=2e-5, atol=2e-5)
+
+
 _QUANTIZED = """
 import sys, torch
 from weft.ops.attention.paged_triton import attend, attend_quantized
