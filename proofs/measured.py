@@ -108,20 +108,20 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
     """vLLM and weft alive on one GPU, pass by pass in turn."""
-    records = read("h200-vllm"), read("h200-vllm-deep-gemm")
+    records = map(read, ("h200-vllm", "h200-vllm-deep-gemm", "h200-all-workloads"))
     for record, run in [(one, run) for one in records for run in one.data["runs"]]:
         variables = run["vllm"]["variables"]
         with_library = " with DeepGEMM" * (variables["VLLM_USE_DEEP_GEMM"] == "1")
         for row in run["table"]:
             count, lengths = row["num_requests"], f"{row['input_len']} in, {row['output_len']} out"
-            what = (
-                f"{MODELS.get(run['preset'], run['preset'])}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
-            )
+            own = {"varied": f"1 to {lengths}", "sampled": f"{lengths}, top-k, top-p"}
+            lengths = own.get(row["workload"], lengths)
+            model = MODELS.get(run["preset"], run["preset"])
+            what = f"{model}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
             ours, theirs = (span((row[one]["min"], row[one]["max"]), "{:,.0f}") for one in ("weft", "vllm"))
             unit = "tokens/s, prompts included" if row["unit"] == _TOTAL else "tokens/s"
-            peer = (
-                f"vLLM {record.data['peer']['version']}{with_library}: {theirs}; {row['ratio']:.2f} times, by medians"
-            )
+            name = f"vLLM {record.data['peer']['version']}{with_library}"
+            peer = f"{name}: {theirs}; {row['ratio']:.2f} times, by medians"
             yield record.row(what, f"{ours} {unit}", peer, "1 GPU")
 
 
