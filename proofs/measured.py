@@ -28,9 +28,9 @@ Two pictures and a table, made from the records in `proofs/results/` by
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU, and made their passes in
   turn, with random weights of one distribution. vLLM ran without DeepGEMM, and Qwen3-30B-A3B once more, on another
-  machine and in two rounds, with DeepGEMM for the FP8 layers that are not experts: the fastest of three configurations
-  that were tried, except for one request.
-  Small models are bound by the host there, in weft and in vLLM.
+  machine and in two rounds, with DeepGEMM for the FP8 layers that are not experts, its own warm-up skipped. Of DeepGEMM
+  for experts too there are an earlier run's decodes, prompts and one request, with vLLM's dummy weights: slower except
+  for one request. Small models are bound by the host there, in weft and in vLLM. Ratios below 1 are rows too.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 
@@ -108,21 +108,22 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
     """vLLM and weft alive on one GPU, pass by pass in turn."""
-    records = map(read, ("h200-vllm", "h200-vllm-deep-gemm", "h200-all-workloads"))
-    for record, run in [(one, run) for one in records for run in one.data["runs"]]:
+    machines = dict.fromkeys(("h200-vllm-two-more", "h200-vllm", "h200-vllm-deep-gemm", "h200-all-workloads"), "1 GPU")
+    machines["h100-varied-and-sampled"] = "1 H100, slow host"
+    records = [(read(name), machine) for name, machine in machines.items()]
+    for record, machine, run in [(*one, run) for one in records for run in one[0].data["runs"] if "vllm" in run]:
         variables = run["vllm"]["variables"]
         with_library = " with DeepGEMM" * (variables["VLLM_USE_DEEP_GEMM"] == "1")
         for row in run["table"]:
             count, lengths = row["num_requests"], f"{row['input_len']} in, {row['output_len']} out"
             own = {"varied": f"1 to {lengths}", "sampled": f"{lengths}, top-k, top-p"}
             lengths = own.get(row["workload"], lengths)
-            model = MODELS.get(run["preset"], run["preset"])
-            what = f"{model}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
+            what = f"{MODELS[run['preset']]}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
             ours, theirs = (span((row[one]["min"], row[one]["max"]), "{:,.0f}") for one in ("weft", "vllm"))
             unit = "tokens/s, prompts included" if row["unit"] == _TOTAL else "tokens/s"
-            name = f"vLLM {record.data['peer']['version']}{with_library}"
+            name = f"vLLM {run['vllm']['version']}{with_library}"
             peer = f"{name}: {theirs}; {row['ratio']:.2f} times, by medians"
-            yield record.row(what, f"{ours} {unit}", peer, "1 GPU")
+            yield record.row(what, f"{ours} {unit}", peer, machine)
 
 
 def equality_rows() -> Iterator[tuple[str, ...]]:
@@ -382,8 +383,7 @@ def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
     served = serving_rows, peer_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows, roofline_rows
     kernels = kernel_rows, tiles.tile_rows, attention_rows, call_rows
-    several = pipeline_rows, shared_rows, predicted_rows
-    for rows in (*served, start_rows, *kernels, *several, http_rows, client_rows):
+    for rows in (*served, start_rows, *kernels, pipeline_rows, shared_rows, predicted_rows, http_rows, client_rows):
         yield from rows()
 
 

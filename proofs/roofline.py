@@ -27,6 +27,7 @@ MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B, bfloat16",
     "llama-3.2-1b": "Llama-3.2-1B, bfloat16",
     "llama-3.1-8b": "Llama-3.1-8B, bfloat16",
+    "qwen2.5-3b": "Qwen2.5-3B, bfloat16",
     "qwen3-14b": "Qwen3-14B, bfloat16",
     "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
 }

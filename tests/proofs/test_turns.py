@@ -188,8 +188,8 @@ def test_vllm_beside_weft(
         assert record["vllm"]["arguments"]["model"] == "tiny"
         assert tempfile.gettempdir() not in json.dumps({name: record["vllm"][name] for name in ("arguments", "log")})
         printed = capsys.readouterr().out.splitlines()
-        assert len(printed) == 2 * 5
-        assert printed[5] == "after round 1 of 1:"
+        assert len(printed) == 2 * 6
+        assert printed[6] == "after round 1 of 1:"
     assert len(processes) == 3  # the first was asked for vllm
     assert all(process.poll() is not None for process in processes)
     child = int((tmp_path / "vllm" / "child").read_text())

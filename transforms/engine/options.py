@@ -33,7 +33,10 @@ _LIMIT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
     **dict.fromkeys(("max_num_tokens", "max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
     "mixed": (lambda value: isinstance(value, bool), "True or False"),
-    "max_step_seconds": (lambda value: value is None or 0 < value < math.inf, "a positive number of seconds, or None"),
+    "max_step_seconds": (
+        lambda value: value is None or (not isinstance(value, bool) and 0 < value < math.inf),
+        "a positive number of seconds, or None",
+    ),
 }
 _NGRAM = (1, 3)
 _MAX_NUM_TOKENS = 1024
@@ -271,7 +274,7 @@ class EngineLimits:
             RequestError: no room for a request.
         """
         model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
-        length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
+        length = min(model.config.max_position_embeddings, self.max_model_len or _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
         cohorts, transport = self.num_cohorts or split.num_stages, split.transport
         least = -(-self.max_num_reqs // cohorts)

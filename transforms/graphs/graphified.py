@@ -280,8 +280,9 @@ class Graphified(Generic[P, R]):
 
     def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Prepare for calls like this one: if their class is captured, plan the replay. If no class covers them, run
-        the function once on padding, if there is memory, so that libraries are ready. No state changes."""
-        call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
+        the function once on padding, if there is memory, so that libraries are ready. Arguments and default generators
+        are left as they are; a capture would refuse a function that writes to anything else, this does not."""
+        call = self._example(args, kwargs)
         if runs_inline(call):
             return
         is_plain = in_plain_surroundings() and MAY_REPLAY.get() and not watches_borrows()

@@ -187,7 +187,7 @@ def _attend_tiles(
         if KEYS % PAGE_SIZE == 0:  # a tile begins with a page, so that places in pages are the same for all tiles
             pages, slot = table + start // PAGE_SIZE + own // PAGE_SIZE, own % PAGE_SIZE
         else:
-            pages, slot = table + at // PAGE_SIZE, at % PAGE_SIZE
+            pages, slot = table + at // PAGE_SIZE, (at % PAGE_SIZE).to(tl.int64)
         page = tl.load(pages, mask=at < hi, other=0) if MASKED else tl.load(pages)
         where = head_pages + (slot * WIDTH)[:, None] + dim[None, :] + (page.to(tl.int64) * (PAGE_SIZE * WIDTH))[:, None]
         if MASKED or DIM < DIMS:

@@ -34,6 +34,8 @@ from weft.ops.products.fp8 import empty_quantized
 from weft.ops.tiles.tile import power_of_two
 
 _LOG2_E = 1.4426950408889634
+_TINY = 2.0**-126
+"""A scale of less is 0 in a kernel, where products with it are."""
 _SEARCHED = 128
 """Requests among which a program looks for the owner of a block at a time: the same for all batches, so that they share
 a compiled kernel."""
@@ -260,8 +262,8 @@ def _launch_attend(
     scales: Tensor | None,
     batch_invariant: bool,
 ) -> None:
-    if scale <= 0:  # in the kernel the largest product has the largest score
-        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    if scale < _TINY:  # in the kernel the largest product has the largest score
+        q, scale = (-q, -scale) if scale <= -_TINY else (torch.zeros_like(q), 1.0)
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size

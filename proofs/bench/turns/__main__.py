@@ -84,7 +84,7 @@ _CHOICES = re.compile(
     r"\] ((?:Using (?!cache)|Selected|Chunked|Asynchronous|torch\.compile took|GPU KV|Graph capturing|init engine).*)"
 )
 _GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active"
-_POWER_CAP = 4
+_POWER_CAP, _FEW_ROUNDS = 4, 3
 _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 _SOURCE = ".src"
 """The folder of a checkout that has the package."""
@@ -286,6 +286,8 @@ def show(found: dict[str, Any]) -> Iterator[str]:
         f"power capped in {found['gpu_samples']['power_capped']} of {len(found['gpu_samples']['rows'])} samples"
     )
     yield "  tokens/s: the median (the least to the most; the first pass) of weft, of the other; how many times as fast"
+    if len({row["repeat"] for row in found["rows"] if not row["first"]}) < _FEW_ROUNDS:
+        yield "  fewer than three rounds after the first: equal builds may differ by a fourth"
     for row in found["table"]:
         own, other = row["weft"], row[name]
         yield (

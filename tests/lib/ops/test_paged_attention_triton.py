@@ -59,9 +59,9 @@ torch.save([attend(*args) for args in torch.load(sys.argv[1])], sys.argv[2])
 """
 
 
-def test_a_scale_may_be_zero_or_negative(tmp_path: Path) -> None:
+def test_a_scale_may_be_negative_or_next_to_nothing(tmp_path: Path) -> None:
     shape = Shape((Request(100, 20), Request(0, 90), *DECODE), dim=16, page_size=16)
-    given = [(*draw_case(shape).args[:-2], scale, 0) for scale in (-0.3, 0.0, 0.3)]
+    given = [(*draw_case(shape).args[:-2], scale, 0) for scale in (-0.3, -1e-46, 0.0, 1e-39, 0.3)]
     for args, found in zip(given, interpret(_SCALED, given, tmp_path), strict=True):
         torch.testing.assert_close(found, paged_attention(*args), rtol=2e-5, atol=2e-5)
 

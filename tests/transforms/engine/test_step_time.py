@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from time import sleep
@@ -15,6 +16,7 @@ from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
+from weft.transforms.engine import step_limit
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests.step_time import StepTime, pairs_of, step_time
@@ -84,6 +86,29 @@ def test_noise_makes_no_step_slower_than_a_larger_one() -> None:
     found = step_time(1.0, short, [short[-1], ([16], 0.025)], (0.005, 0.004))
     assert found == StepTime(1.0, ((4, 0.01), (8, 0.01), (16, 0.03)))
     assert step_time(1.0, short, [short[-1], ([8, 8], 0.05)], (0.005, 0.005)).per_pair == 0
+
+
+def test_a_long_step_that_was_slow_once_makes_no_step_free() -> None:
+    """As it was seen: 512 tokens took twice as long as before, and all steps would have taken no time."""
+    steps = [([16], 0.00173), ([32], 0.00169), ([64], 0.00188), ([128], 0.00222), ([256], 0.00411), ([512], 0.01182)]
+    found = step_time(0.0001, steps, (([256, 256], 0.00608), ([512], 0.01231)), (0.00102, 0.00102))
+    assert min(seconds for _, seconds in found.measured) >= 0.89 * 0.00169
+    for lengths, took in steps:
+        assert found.seconds(sum(lengths), pairs_of(sum(lengths), 0)) == pytest.approx(took, rel=0.25)
+
+
+def test_a_limit_is_measured_again_before_it_is_refused() -> None:
+    slow = iter([9.0] * 9)
+    with _taking(lambda own: next(slow, 0.001), lambda own: 0.001):
+        engine = Engine(load(DEMO, "cpu"), EngineLimits(max_num_reqs=2, max_step_seconds=0.5), graph="none")
+    assert engine.limits.budget.step_time is not None
+    assert engine.limits.budget.step_time.seconds(500) < 0.01
+
+
+def test_a_run_of_several_steps_that_took_no_longer_than_one_counts_as_a_whole() -> None:
+    engine = Engine(load(DEMO, "cpu"), EngineLimits(max_num_reqs=2), graph="none")
+    with mock.patch("weft.transforms.engine.step_limit._serve", return_value=(0.1, 0.6)):
+        assert step_limit._step_seconds(engine, random.Random(0), [5]) == pytest.approx(0.1)
 
 
 @contextlib.contextmanager
@@ -167,16 +192,16 @@ def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str
     counts = Counter(tuple(map(len, work.token_ids)) for work in works if work.token_ids)
     sizes, many, few = prompt_lengths(engine.limits, 512, captured, run_ahead=1)
     page, *_ = sizes
-    times = {sum(own): 3 if own == page and budget.cohort_size > 16 else 9 for own in (*sizes, many, few)}
+    times = {sum(own): 3 if own == page and budget.cohort_size > 16 else 15 for own in (*sizes, many, few)}
     measured = Counter(tuple(own) for own in (*sizes, many, few) for _ in range(times[sum(own)]))
-    measured += Counter([tuple(few), (1,) * len(few)])
+    measured += Counter([tuple(few), (1,) * len(few)] * 2)
     assert counts == {lengths: budget.num_cohorts * count for lengths, count in measured.items()}
     own = {16, 9, 19, 38, 77, 154, 309} if options else {16, 12, 25, 50, 100, 200, 400}
     assert [*map(sum, sizes)] == sorted(own | ({64, 65} if captured else set()))
     assert few == [103] * max(1, budget.cohort_size // 8)
     assert (sum(many), len(many)) == (sum(few), min(4, budget.cohort_size // 2))
     decodes = [work for work in works if not work.token_ids]
-    assert len(decodes) == 2 * 8 * budget.num_cohorts
+    assert len(decodes) == 2 * 2 * 8 * budget.num_cohorts
     stats = engine.stats()
     assert (stats.pages_kept, stats.prefix_tokens, stats.ended, stats.steps, stats.tokens) == (0, 0, {}, {}, 0)
 
@@ -270,7 +295,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
     said = r"max_step_seconds=0.5\)\n  saw: a step of one page of 16 tokens takes 1 s"
     with _taking(lambda _: 1.0, lambda _: 1.0), pytest.raises(RequestError, match=said):
         Engine(model, EngineLimits(max_num_reqs=2, max_step_seconds=0.5), graph="none")
-    wrong: list[Any] = [0, -1.0, float("nan"), float("inf"), "1"]
+    wrong: list[Any] = [0, True, -1.0, float("nan"), float("inf"), "1"]
     for value in wrong:
         with pytest.raises(RequestError, match="a positive number of seconds, or None"):
             EngineLimits(max_step_seconds=value)

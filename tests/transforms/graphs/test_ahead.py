@@ -17,6 +17,7 @@ import weft
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
+from weft.errors import CaptureError
 from weft.meshes.mesh import Mesh
 from weft.ops.constants import constant
 from weft.ops.transfers.collective import Place, placed
@@ -199,6 +200,14 @@ def test_a_call_with_a_graph_is_planned_and_nothing_runs(monkeypatch: pytest.Mon
     total, _ = graph(total, few)
     total, _ = graph(total, many)
     assert (len(ran), float(total)) == (count, 19)
+
+
+def test_a_rehearsal_refuses_what_a_capture_refuses() -> None:
+    graph = graphify(lambda rows, other: rows, ladder=[BatchDescriptor(2, 2)])
+    unhashable = type("Other", (), {"__hash__": None})()
+    for size in (2, 5):
+        with pytest.raises(CaptureError, match="other is not a tensor and cannot be hashed"):
+            graph.rehearse(Rows(BatchDescriptor(size, size), torch.ones(size, 3)), unhashable)
 
 
 class Mode(TorchFunctionMode):

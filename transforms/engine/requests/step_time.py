@@ -10,6 +10,10 @@ Measured = tuple[Sequence[int], float]
 """The lengths of a step's prompts, and the seconds that it took."""
 
 
+_LEAST = 0.9
+"""No step is estimated to take less than this share of the fastest that was measured, whatever its pairs take."""
+
+
 @attrs.frozen
 class StepTime:
     """A limit on steps with prompts, and what a step takes: seconds by its number of tokens, interpolated between
@@ -81,6 +85,10 @@ def step_time(
     (many, sooner), (few, later) = long
     more, reads = _pairs(few) - _pairs(many), sum(few) - len(few)
     per_pair = max(0.0, (later - sooner) / more) if more > 0 else 0.0
+    # One long step that was measured too slow must not make all others free: none takes far less than the fastest did.
+    per_pair = min(
+        [per_pair, *((took - _LEAST * min(seconds)) / own for took, own in zip(seconds, pairs, strict=True))]
+    )
     without = [max(0.0, took - per_pair * own) for took, own in zip(seconds, pairs, strict=True)]
     rising = [*itertools.accumulate(reversed(without), min)][::-1]  # noise makes steps slower, not faster
     per_read = max(0.0, (decodes[1] - decodes[0]) / reads) if reads > 0 else 0.0
