@@ -10,7 +10,7 @@ from unittest import mock
 import attrs
 from torch import Tensor
 
-from weft.padding import inert, pad
+from weft.padding import inert, pad, padded_shape
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
@@ -55,9 +55,10 @@ def _first_side(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
     return (tail for tail in tails(buffer, shape) if tail.shape[1:] == buffer.shape[1:])
 
 
-def _padding_of_ones(target: Tensor, value: Tensor, spec: Any) -> None:
-    target.fill_(1)
+def _padding_of_ones(value: Tensor, spec: Any, descriptor: Any) -> Tensor:
+    target = value.new_ones(padded_shape(value, spec, descriptor))
     target[tuple(slice(size) for size in value.shape)].copy_(value)
+    return target
 
 
 def _forgetting(field: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -238,7 +239,7 @@ GRAPHS = (
         _IMAGES,
         partial(mock.patch.object, Template, "builder", _for_the_graph_s_class),
     ),
-    Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "write_padded", _padding_of_ones)),
+    Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "grow", _padding_of_ones)),
     Mutant("attention is not run again", find("L5", "models"), replace(_TAPE, "Operation", _Idle)),
     Mutant("a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)),
     Mutant("the key forgets the LoRAs", find("L7"), replace(_CACHE, "key_of", _key_without_loras)),
