@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 import attrs
@@ -13,7 +14,7 @@ import torch
 
 from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
-from weft.errors import ConfigError, ConfigWarning, ProgramError, WeftError
+from weft.errors import CheckpointNotFoundError, ConfigError, ConfigWarning, ProgramError, WeftError
 from weft.stages.checkpoints.formats import load_config, open_checkpoint
 from weft.stages.checkpoints.loading import load
 from weft.stages.choices import pick_attention, pick_device, pick_experts, pick_leaves
@@ -208,7 +209,13 @@ def open_model(options: RunOptions, here: Here) -> Model:
             model = attrs.evolve(model, tokenizer=checkpoint.read_tokenizer(call, False), chat_template=template)
         return _with_stages(options, model)
     kind = {"stage": here.stage, "shard": here.shard, "experts": options.experts, "kv_dtype": options.kv_dtype}
-    model = load(str(options.model), here.device, options.dtype, progress=here.progress, **kind)
+    try:
+        model = load(str(options.model), here.device, options.dtype, progress=here.progress, **kind)
+    except CheckpointNotFoundError as error:
+        if not isinstance(options, Bench | Serve) or not Path(str(options.model), "config.json").is_file():
+            raise
+        instead = f"{error.instead}; or random weights: --load-format dummy"
+        raise CheckpointNotFoundError(error.call, error.seen, instead) from None
     return _with_stages(options, model)
 
 

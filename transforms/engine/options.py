@@ -238,7 +238,8 @@ class EngineLimits:
         max_step_seconds: the most seconds that a step with prompts may keep a decode waiting for its next token; it
             then has fewer tokens than `max_num_tokens` if need be, but at least a page of a prompt's. An engine that
             has it warms up when it is made, and measures steps of prompts and of decodes, from which it knows what
-            tokens, and what they attend to, take. Decodes then wait less, and prompts take longer. None: any.
+            tokens, and what they attend to, take (`engine.limits.budget.step_time`). Decodes wait less, and prompts
+            take longer. None: any.
 
     Raises:
         RequestError: not an integer, or less than 1; or seconds that are no positive number.

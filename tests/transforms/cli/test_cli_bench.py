@@ -154,6 +154,14 @@ def test_random_weights_for_a_folder(run: Weft) -> None:
     assert (code, json.loads(out)["wanted"]["dummy"]) == (0, True)
 
 
+def test_a_folder_without_weights_is_told_of_random_ones(run: Weft, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
+    code, _, err = run("--model", str(tmp_path), "--device", "cpu", *SMALL)
+    assert code != 0
+    assert "has no model.safetensors" in err
+    assert "or random weights: --load-format dummy" in err.replace("\n", " ")
+
+
 def test_workloads_are_the_usual_ones() -> None:
     assert WORKLOADS == {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 
