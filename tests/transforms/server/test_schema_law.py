@@ -219,7 +219,10 @@ def bounded() -> Any:
             "",
         ),
         ({"type": "grammar", "grammar": "root ::= root"}, "a grammar that no text fits"),
-        ({"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, "a grammar that no text fits"),
+        (  # XGrammar 0.2.9 refuses it itself
+            {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+            r"saw: (a grammar that no text fits|RuntimeError: Circular \$ref chain .*)\n  instead",
+        ),
         (
             {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * i for i in range(3000)]}}},
             "",  # its time or its memory ends first
@@ -232,7 +235,7 @@ def test_grammars_beyond_the_limits_are_refused_and_the_next_is_compiled(
 ) -> None:
     with pytest.raises(RequestError) as found:
         bounded.mask(form)
-    assert words in str(found.value)
+    assert re.search(words, str(found.value))
     assert bounded.mask({"type": "regex", "regex": "[ab]c"})([]) is not None
 
 

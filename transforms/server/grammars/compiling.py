@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -23,6 +24,8 @@ from weft.errors import RequestError
 from weft.transforms.server.vocabulary import Vocabulary
 
 _START_SECONDS = 60.0
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+"""The time, and the place in XGrammar's source, before what it says."""
 _LARGEST, _LARGEST_PER_TOKEN = 4 * 2**20, 128
 """Bytes of a compiled grammar, as text."""
 _TRIED_TOKENS, _TRIED_SEEDS = 64, 2
@@ -171,7 +174,8 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
             except _TooLarge as error:
                 pipe.send((str(error), None))
             except Exception as error:
-                pipe.send((f"{type(error).__name__}: {error!s:.300}", None))
+                said = _PLACE.sub("", str(error)).strip()
+                pipe.send((f"{type(error).__name__}: {said:.300}", None))
             else:
                 pipe.send((None, found))
 
