@@ -95,10 +95,8 @@ def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
     if shape == value.shape:
         return value
     if not isinstance(spec.pad, str):  # one operator on the host, where steps are padded
-        more = [
-            size for own, all_ in zip(reversed(value.shape), reversed(shape), strict=True) for size in (0, all_ - own)
-        ]
-        return torch.constant_pad_nd(value, more, spec.pad)
+        more = [size - own for own, size in zip(value.shape, shape, strict=True)]
+        return torch.constant_pad_nd(value, [end for last in reversed(more) for end in (0, last)], spec.pad)
     target = value.new_empty(shape)
     write_padded(target, value, spec)
     return target

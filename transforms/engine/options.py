@@ -226,8 +226,8 @@ class EngineLimits:
             nothing: of more than 4,096, if the model's layers are so small that a GPU waits for the host. None: on a
             GPU with 64 GiB or more 8,192, or 4,096 for such a model; 2,048 elsewhere; and at least one for each
             request.
-        max_model_len: tokens per request, those to generate included, rounded up to whole pages; None: the model's
-            number of positions, at most 4,096.
+        max_model_len: tokens per request, those to generate included, rounded up to whole pages; at most the model's
+            number of positions. None: that number, or 4,096 if it is more.
         page_size: tokens per page.
         num_pages: pages of the KV cache; None: as many as fit into memory beside the graphs, whose memory is estimated
             where it is short (`Graphified.memory_estimate`), and no more than all rows could fill.

@@ -96,6 +96,15 @@ def test_pages_and_graphs_fit(way: str, memory: Callable[[int], Memory]) -> None
     assert len(list(engine)) == 1
 
 
+def test_no_pages_are_taken_for_positions_that_the_model_does_not_have() -> None:
+    model = long_model()
+    found, wanted = (
+        Engine(model, attrs.evolve(LIMITS, max_model_len=length), graph="none").limits for length in (9000, 2000)
+    )
+    assert found == wanted
+    assert Engine(model, attrs.evolve(LIMITS, max_model_len=90), graph="none").limits.budget.max_pages == 23
+
+
 def test_where_memory_is_plenty_or_pages_are_given_nothing_is_estimated(memory: Callable[[int], Memory]) -> None:
     plenty = memory(4 * MOST * PAGE)
     assert Engine(long_model(), LIMITS, graph="full").limits.num_pages == MOST

@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -30,10 +31,8 @@ def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeli
     engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none")
     engine.add([1, 2], max_tokens=5, id="a")
     engine.step()
-    do, engine._executor = engine._executor, _Raises(error)  # type: ignore[assignment]
-    with pytest.raises(type(error)):
+    with mock.patch.object(engine, "_executor", _Raises(error)), pytest.raises(type(error)):
         list(engine)
-    engine._executor = do
     for _ in range(2):
         with pytest.raises(EngineError, match=f"an earlier step that raised {type(error).__name__}") as seen:
             engine.step()
@@ -50,10 +49,8 @@ def test_an_interrupt_while_an_engine_warms_up_is_that_of_a_step(pipeline: int) 
     engine = Engine(small_model(), SMALL, pipeline=pipeline)
     engine.add([1, 2], max_tokens=5, id="a")
     engine.step()
-    do, engine._executor = engine._executor, _Raises(KeyboardInterrupt())  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(engine, "_executor", _Raises(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         engine.warm_up()
-    engine._executor = do
     for call in (engine.step, engine.warm_up):
         with pytest.raises(EngineError, match="an earlier step that raised KeyboardInterrupt"):
             call()

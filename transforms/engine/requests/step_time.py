@@ -8,8 +8,6 @@ import attrs
 
 Measured = tuple[Sequence[int], float]
 """The lengths of a step's prompts, and the seconds that it took."""
-
-
 _LEAST = 0.9
 """No step is estimated to take less than this share of the fastest that was measured, whatever its pairs take."""
 

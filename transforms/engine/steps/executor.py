@@ -289,7 +289,7 @@ class StepGuard:
 
     @contextmanager
     def within(self, call: str) -> Iterator[None]:
-        """The same for `call`, which may be made while it is entered."""
+        """A context for `call`, which may also be made within a step; what it raises counts as raised by a step."""
         self.check(call)
         try:
             yield

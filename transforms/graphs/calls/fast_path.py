@@ -33,7 +33,8 @@ from weft.transforms.graphs.calls.reader import (
 
 
 def modes_around() -> tuple[Any, ...]:
-    """What surrounds a call, as fast paths tell it apart; in most calls nothing."""
+    """The function modes, batch invariance and rank that a call is made under; each combination has fast paths of its
+    own. Most calls have none of these."""
     modes, place = function_modes(), current_place()
     modes = (*modes, "batch invariant") if is_batch_invariant() else modes
     return modes if place is None else (*modes, place)

@@ -1,1 +1,1 @@
-"""How ranks watch one another: signs of life, failures, and which rank is to blame."""
+"""How ranks watch one another: who is alive, what failed, and on which rank it failed first."""
