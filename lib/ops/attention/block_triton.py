@@ -202,9 +202,9 @@ def _attend_tiles(
             key, value = key.to(queries.dtype), value.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if MASKED:
-            seen = (at[None, :] <= position[:, None]) & (at < hi)[None, :]
+            seen = own[None, :] <= (tl.minimum(position, hi - 1) - start)[:, None]
             if WINDOW:
-                seen &= at[None, :] > position[:, None] - WINDOW
+                seen &= own[None, :] > (position - (start + WINDOW))[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
         # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.

@@ -9,11 +9,13 @@ from weft.ops.tiles.tile import power_of_two
 # A decode launch splits a context into this many shares at most.
 _MAX_SPLITS = 64
 
-# The most rows of a program, with heads of 128 in 16 bits, and its keys of a tile, warps and tiles in flight.
 _PROMPT_ROWS = 128
-_PROMPT_TILE = 64, 4, 2
+"""The most rows of a program, with heads of 128 in 16 bits."""
+_PROMPT_TILE: tuple[int, int, int, int | None] = 128, 8, 2, 128
+"""Keys of a tile, warps, tiles in flight, and the most registers of a thread, in programs of so many rows in 16 bits.
+Two of them fit on a multiprocessor. With a cache in FP8, registers of the conversion would spill."""
 _FIXED_TILE = 64, 4, 2
-
+"""Keys, warps and tiles in flight of other programs for prompts, and of all that are batch invariant."""
 
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
@@ -35,6 +37,7 @@ class Launch:
         splits: shares of the context, a power of two.
         warps: of a program.
         stages: tiles in flight.
+        registers: the most of a thread; None: as many as it takes.
         segments: of the largest context, each of `SEGMENT` positions; 0: the context is attended to as a whole.
     """
 
@@ -47,6 +50,7 @@ class Launch:
     splits: int
     warps: int
     stages: int
+    registers: int | None
     segments: int = 0
 
 
@@ -76,26 +80,26 @@ def plan_launch(
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
     waves = num_reqs * kv_heads // processors if one_block else 0
-    keys, warps, stages = _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
-    if batch_invariant:
-        keys, warps, stages = _FIXED_TILE
+    if rows == _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
+        keys, warps, stages, registers = _PROMPT_TILE
+    else:
+        fixed, registers = batch_invariant or rows > 64, None
+        keys, warps, stages = _FIXED_TILE if fixed else _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
     segments = -(-max_context // SEGMENT) if batch_invariant else 0
     splits = _splits(num_reqs * kv_heads, segments or -(-max_context // keys), processors) if one_block else 1
     # The tiles in flight fit in shared memory; only a very wide head has a larger tile.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
-    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages, segments)
+    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages, registers, segments)
 
 
 def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and tiles in flight, for programs of so many rows, and in a decode so many of
+    """Keys of a tile, warps of a program and tiles in flight, for programs of up to 64 rows, and in a decode so many of
     them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
 
     Many small programs hide each other's waits; few programs must hide their own. Measured on an H200 with heads of 128
     in bfloat16, and contexts of 256 and 512 in decodes.
     """
-    if rows > 64:
-        return _PROMPT_TILE
     if fp8 and rows <= 16:
         return (128, 4, 2) if waves < 3 else (64, 2, 3) if waves < 6 else (32, 1, 4)
     if rows > 16 or waves < 1:

@@ -309,6 +309,7 @@ def _launch_attend(
         SEGMENTS=num_shares,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        maxnreg=plan.registers,
         # A mask between two operations keeps them from being fused, and so would change the bits.
         enable_fp_fusion=not batch_invariant,
         **early(q),
