@@ -17,6 +17,8 @@ Two of them fit on a multiprocessor. With a cache in FP8, registers of the conve
 _FIXED_TILE = 64, 4, 2
 """Keys, warps and tiles in flight of other programs for prompts, and of all that are batch invariant."""
 
+_SHARED = 192 * 1024
+"""Bytes of a multiprocessor's shared memory that tiles may take."""
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
 _FIXED_ROWS = 64
@@ -87,9 +89,11 @@ def plan_launch(
         keys, warps, stages = _FIXED_TILE if fixed else _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
     segments = -(-max_context // SEGMENT) if batch_invariant else 0
-    splits = _splits(num_reqs * kv_heads, segments or -(-max_context // keys), processors) if one_block else 1
     # The tiles in flight fit in shared memory; only a very wide head has a larger tile.
-    stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
+    tile = 2 * keys * dims * kv_itemsize
+    stages = max(1, min(stages, _SHARED // tile))
+    programs, tiles = num_reqs * kv_heads, segments or -(-max_context // keys)
+    splits = _splits(programs, tiles, processors, _SHARED // (tile * stages)) if one_block else 1
     return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages, registers, segments)
 
 
@@ -98,18 +102,18 @@ def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
     them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
 
     Many small programs hide each other's waits; few programs must hide their own. Measured on an H200 with heads of 128
-    in bfloat16, and contexts of 256 and 512 in decodes.
+    in bfloat16, and contexts of 256 to 32,768 in decodes.
     """
     if fp8 and rows <= 16:
         return (128, 4, 2) if waves < 3 else (64, 2, 3) if waves < 6 else (32, 1, 4)
-    if rows > 16 or waves < 1:
+    if rows > 16:
         return 64, 4, 3
     return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)
 
 
-def _splits(programs: int, tiles: int, processors: int) -> int:
-    """The shares of the context that bring `programs` up to 2 a multiprocessor, or from less than 1 up to 4: a power of
-    two, each at least one tile."""
-    target = (2 if programs >= processors else 4) * processors
+def _splits(programs: int, tiles: int, processors: int, places: int) -> int:
+    """The shares of the context that bring `programs` up to 2 a multiprocessor, or, from less than 1, up to 4 where two
+    or more have `places` there at a time: a power of two, each at least one tile."""
+    target = (4 if programs < processors and places > 1 else 2) * processors
     most = min(target // max(programs, 1), tiles, _MAX_SPLITS)
     return 1 << max(most, 1).bit_length() - 1
