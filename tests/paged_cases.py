@@ -191,6 +191,8 @@ FIXED = [
     Shape(DECODE),
     Shape((*DECODE, Request(0, 1, padded=True), Request()), tail=2, group=7, dim=24, page_size=16),
     Shape((Request(90, 1),), kv_heads=1, group=1, page_size=2),
+    Shape(tuple(Request(past, 1) for past in (5, 0, 1500, 64, 63, 130, 700)), kv_heads=1, group=2, page_size=16),
+    Shape((Request(700, 2), Request(0, 1, padded=True), Request(5, 3), Request(1100, 1)), kv_heads=1, window=600),
     Shape((Request(90, 3), Request(2, 2)), kv_heads=1, group=2, dim=16, page_size=3),
     Shape(RAGGED, tail=3),
     Shape(RAGGED, group=1, dim=80, page_size=1),

@@ -22,12 +22,14 @@ def attend_block(
     kv_pages,
     slot_mapping,
     block_table,
+    out,
     shares,
     maxima,
     sums,
     scales,
     own,
     block,
+    part,
     values,
     stride_q,
     stride_table,
@@ -40,7 +42,7 @@ def attend_block(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -50,9 +52,12 @@ def attend_block(
     """`attend_kernel` for a block of a request's queries; `own` is the request, the key head, the request's
     first token, the number of its tokens in this step, and that of its context.
 
+    With PARTS, `part` is what it attends to: from one tile to another, whether these are all, and the place of its
+    share.
+
     With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each segment by itself, and
     then merged in order, in this program or, from `shares`, in `combine_kernel`. So the order of a query's sums depends
-    on its position alone.
+    on its position alone. A segment is the tile of a part.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request, kv_head, start, query_len, seq_len = own
@@ -82,39 +87,43 @@ def attend_block(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
+    cell = token * HEADS + head
+    lo, hi, whole, share = part
     if SEGMENT:
-        own_first = first // SEGMENT
-        own_segments = tl.cdiv(tl.cdiv(end, SEGMENT) - own_first, SPLITS)
-        own_first += tl.program_id(2) * own_segments
-        for segment in range(own_first, tl.minimum(own_first + own_segments, tl.cdiv(end, SEGMENT))):
+        if not PARTS:
+            lo, hi = first // SEGMENT, tl.cdiv(end, SEGMENT)
+        for segment in range(lo, tl.minimum(hi, tl.cdiv(end, SEGMENT))):
             m_own, s_own, acc_own = _attend_range(
                 queries, position, live, head_pages, values, table, tl.maximum(segment * SEGMENT, first),
                 tl.minimum((segment + 1) * SEGMENT, end), end, scale,
                 KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, True,  # one loop for all tiles: one order of sums
             )  # fmt: skip
-            if SPLITS == 1:
+            if whole:
                 m, s, acc = merge(m, s, acc, m_own, s_own, acc_own)
             else:
-                cell = (token * HEADS + head) * SEGMENTS + segment
-                tl.store(maxima + cell, m_own, mask=live)
-                tl.store(sums + cell, s_own, mask=live)
-                tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc_own, mask=mask)
+                at = cell * SEGMENTS + segment
+                tl.store(maxima + at, m_own, mask=live)
+                tl.store(sums + at, s_own, mask=live)
+                tl.store(shares + (at * DIM)[:, None] + dim[None, :], acc_own, mask=mask)
     else:
-        lo, hi = _share(first, end, KEYS, SPLITS)
+        if PARTS:
+            lo, hi = lo * KEYS, tl.minimum(hi * KEYS, end)
+        else:
+            lo, hi = first, end
         m, s, acc = _attend_range(
             queries, position, live, head_pages, values, table, lo, hi, end, scale,
             KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, ONE_BLOCK,
         )  # fmt: skip
 
     release()
-    if SPLITS == 1:
+    if whole:
         acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
-        store_heads(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
+        store_heads(acc.to(q.dtype.element_ty).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE)
     elif not SEGMENT:
-        tl.store(maxima + cell, m, mask=live)
-        tl.store(sums + cell, s, mask=live)
-        tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc, mask=mask)
+        at = (share * KV_HEADS + kv_head) * ROWS + row
+        tl.store(maxima + at, m, mask=live)
+        tl.store(sums + at, s, mask=live)
+        tl.store(shares + (at * DIM)[:, None] + dim[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -147,14 +156,6 @@ def _attend_range(
         m, s, acc, queries, position, head_pages, values, table, lo, hi, scale,
         KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
     )  # fmt: skip
-
-
-@triton.jit
-def _share(first, length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
-    """The positions lo:hi of this program's share of first:length, in whole tiles; the last shares may be empty."""
-    share = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS) * KEYS
-    lo = first + tl.program_id(2) * share
-    return lo, tl.minimum(lo + share, length)
 
 
 @triton.jit

@@ -6,19 +6,18 @@ import attrs
 
 from weft.ops.tiles.tile import power_of_two
 
-# A decode launch splits a context into this many shares at most.
-_MAX_SPLITS = 64
-
 _PROMPT_ROWS = 128
 """The most rows of a program, with heads of 128 in 16 bits."""
-_PROMPT_TILE: tuple[int, int, int, int | None] = 128, 8, 2, 128
-"""Keys of a tile, warps, tiles in flight, and the most registers of a thread, in programs of so many rows in 16 bits.
-Two of them fit on a multiprocessor. With a cache in FP8, registers of the conversion would spill."""
+_PROMPT_TILE = 128, 8, 2
+"""Keys of a tile, warps, and tiles in flight, in programs of so many rows in 16 bits. With a cache in FP8, registers of
+the conversion would spill."""
 _FIXED_TILE = 64, 4, 2
 """Keys, warps and tiles in flight of other programs for prompts, and of all that are batch invariant."""
 
-_SHARED = 192 * 1024
-"""Bytes of a multiprocessor's shared memory that tiles may take."""
+_MOST_REGISTERS = 128
+"""Of a thread, so that two programs of 8 warps fit on a multiprocessor, which has 65,536."""
+_FEW_WAVES, _PARTS = 3, 2
+"""Decodes of less than 3 programs a multiprocessor are attended to in 2 equal parts a multiprocessor."""
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
 _FIXED_ROWS = 64
@@ -36,7 +35,7 @@ class Launch:
         dims: the head dimension, rounded up to a power of two.
         one_block: whether each request's queries fit in one program; then program r serves request r.
         blocks: blocks of queries, over all requests.
-        splits: shares of the context, a power of two.
+        parts: programs of a key head that share all contexts; 0: a program has a request.
         warps: of a program.
         stages: tiles in flight.
         registers: the most of a thread; None: as many as it takes.
@@ -49,7 +48,7 @@ class Launch:
     dims: int
     one_block: bool
     blocks: int
-    splits: int
+    parts: int
     warps: int
     stages: int
     registers: int | None
@@ -83,18 +82,20 @@ def plan_launch(
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
     waves = num_reqs * kv_heads // processors if one_block else 0
     if rows == _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
-        keys, warps, stages, registers = _PROMPT_TILE
+        keys, warps, stages = _PROMPT_TILE
+    elif batch_invariant or rows > 64:
+        keys, warps, stages = _FIXED_TILE
     else:
-        fixed, registers = batch_invariant or rows > 64, None
-        keys, warps, stages = _FIXED_TILE if fixed else _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
+        keys, warps, stages = _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
+    registers = _MOST_REGISTERS if warps == 8 and itemsize == 2 else None
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
     segments = -(-max_context // SEGMENT) if batch_invariant else 0
+    tiles = segments or -(-max_context // keys)
+    is_shared = one_block and tiles > 1 and waves < _FEW_WAVES
+    parts = min(max(1, _PARTS * processors // kv_heads), num_reqs * tiles) if is_shared else 0
     # The tiles in flight fit in shared memory; only a very wide head has a larger tile.
-    tile = 2 * keys * dims * kv_itemsize
-    stages = max(1, min(stages, _SHARED // tile))
-    programs, tiles = num_reqs * kv_heads, segments or -(-max_context // keys)
-    splits = _splits(programs, tiles, processors, _SHARED // (tile * stages)) if one_block else 1
-    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages, registers, segments)
+    stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
+    return Launch(rows, queries, keys, dims, one_block, blocks, parts, warps, stages, registers, segments)
 
 
 def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
@@ -109,11 +110,3 @@ def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
     if rows > 16:
         return 64, 4, 3
     return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)
-
-
-def _splits(programs: int, tiles: int, processors: int, places: int) -> int:
-    """The shares of the context that bring `programs` up to 2 a multiprocessor, or, from less than 1, up to 4 where two
-    or more have `places` there at a time: a power of two, each at least one tile."""
-    target = (4 if programs < processors and places > 1 else 2) * processors
-    most = min(target // max(programs, 1), tiles, _MAX_SPLITS)
-    return 1 << max(most, 1).bit_length() - 1

@@ -9,8 +9,12 @@ Import this module only where triton is installed.
 import triton
 import triton.language as tl
 
+from weft.ops.attention.parts_triton import count_all, count_tiles, share_of
 from weft.ops.kernel_triton import begin, kernel, release
 from weft.ops.products.blocks_triton import quantize_rows
+
+_SHARES = tl.constexpr(32)
+"""Shares that are combined at a time."""
 
 
 @triton.jit
@@ -48,7 +52,7 @@ def merge(m, s, acc, m_more, s_more, acc_more):
     return top, tl.fma(s_more, right, s * left), acc
 
 
-@kernel(do_not_specialize=["num_tokens", "at_once"])
+@kernel(do_not_specialize=["num_tokens", "parts", "at_once"])
 def combine_kernel(
     shares,
     maxima,
@@ -59,58 +63,72 @@ def combine_kernel(
     out,
     scales,
     num_tokens,
+    parts,
     at_once,
+    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
     QUANTIZE: tl.constexpr,
     TYPE: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum.
+    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum. The result of
+    a request that is in one part is there already.
 
-    With SEGMENT > 0 a share is so many positions, and they are merged one after the other.
+    With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other.
     """
     begin(at_once)
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
-    # All that does not depend on another value is asked for before any of it is waited for.
     start, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
     seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + tl.num_programs(0))
     inside = start + query < end
     token = (start + query).to(tl.int64)
     slot = tl.load(slot_mapping + token, mask=inside, other=-1)
+    tiles, size = count_all(query_start_loc, seq_lens, tl.num_programs(0), parts, UNIT, WINDOW, BLOCK_R)
+    before = tl.sum(tl.where(tl.arange(0, BLOCK_R) < request, tiles, 0), axis=0)
+    _, own = count_tiles(request, query_start_loc, seq_lens, tl.num_programs(0), UNIT, WINDOW)
+    first_part, last_part = before // size, (before + own - 1) // size
     dim = tl.arange(0, DIMS)
     cell = token * heads + head + tl.arange(0, 1)
-    if SEGMENT == 0:
-        part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
-        there = tl.arange(0, SPLITS) < tl.where(inside, SPLITS, 0)
-        m = tl.load(maxima + part, mask=there, other=float("-inf"))
-        s = tl.load(sums + part, mask=there, other=0.0)
-        mask = there[:, None] & (dim < DIM)[None, :]
-        share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
     live = inside & (seq_len > 0) & (slot >= 0)
     release()
+    m = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
     result = tl.zeros([1, DIMS], tl.float32)
-    if live:
-        if SEGMENT > 0:
+    shared = last_part > first_part
+    if live & shared:
+        if SEGMENTS > 0:
             position = seq_len - end + token
             oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
-            m = tl.full([1], float("-inf"), tl.float32)
-            total = tl.zeros([1], tl.float32)
-            for segment in range(oldest // SEGMENT, position // SEGMENT + 1):
-                part = cell * SPLITS + segment
-                share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-                m, total, result = merge(m, total, result, tl.load(maxima + part), tl.load(sums + part), share)
-            result = result / tl.where(total == 0, 1.0, total)[:, None]
+            for segment in range(oldest // UNIT, position // UNIT + 1):
+                at = cell * SEGMENTS + segment
+                share = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+                m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), share)
         else:
-            base = tl.max(m, axis=0)
-            weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
-            total = tl.sum(weight * s, axis=0)
-            share = tl.where((weight > 0)[:, None], share, 0.0)
-            result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
-    if inside:
+            GROUP = heads // KV_HEADS
+            row = query * GROUP + head % GROUP
+            for base in range(first_part, last_part + 1, _SHARES):
+                part = base + tl.arange(0, _SHARES)
+                there = part <= last_part
+                at = (share_of(part, part == first_part) * KV_HEADS + head // GROUP) * ROWS + row
+                m_own = tl.load(maxima + at, mask=there, other=float("-inf"))
+                s_own = tl.load(sums + at, mask=there, other=0.0)
+                mask = there[:, None] & (dim < DIM)[None, :]
+                share = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+                top = tl.maximum(m, tl.max(m_own, axis=0))
+                lowest = tl.where(top == float("-inf"), 0.0, top)
+                weight, kept = tl.exp2(m_own - lowest), tl.exp2(m - lowest)
+                total = total * kept + tl.sum(weight * s_own, axis=0)
+                share = tl.where((weight > 0)[:, None], share, 0.0)
+                result = result * kept[:, None] + tl.sum(share * weight[:, None], axis=0)[None, :]
+                m = top
+        result = result / tl.where(total == 0, 1.0, total)[:, None]
+    if inside & (shared | (own <= 0)):
         store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
     first = total_tokens + request * tl.num_programs(1) + query
     zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)

@@ -1,13 +1,13 @@
 """The CUDA implementation of `weft::paged_attention`, in Triton: three kernels whose launches depend on shapes alone.
 
 1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they are there already.
-2. `attend_kernel`, one program for a block of queries of one request, a key head, and a share (split) of the context
-   (`weft.ops.attention.block_triton`). Decodes among prompts have a block of few rows.
-3. `combine_kernel` of `weft.ops.attention.output_triton`, only if the context was split, for batches of few short
-   queries (flash-decoding, Dao et al. 2023): rescales and adds the shares.
+2. `attend_kernel`, one program for a block of queries of one request and a key head
+   (`weft.ops.attention.block_triton`), or, in batches of few short queries, for a key head and an equal part of all
+   contexts (`weft.ops.attention.parts_triton`). Decodes among prompts have a block of few rows.
+3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such parts: it rescales and adds the shares of
+   each request that several programs attended to (flash-decoding, Dao et al. 2023).
 
-The last kernel writes the zeros of padding: each program those of its own request's tokens, and all programs in turn
-those of the tokens after the last request.
+The last kernel writes the zeros of the tokens after the last request, all its programs in turn.
 
 Nothing here reads a tensor's values on the host, so a CUDA graph can hold all of it and replay it for other lengths.
 Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for
@@ -27,6 +27,7 @@ from torch import Tensor
 from weft.ops.attention.block_triton import attend_block
 from weft.ops.attention.launch import SEGMENT, plan_launch
 from weft.ops.attention.output_triton import combine_kernel, zero_tokens
+from weft.ops.attention.parts_triton import count_all, count_tiles, share_of
 from weft.ops.kernel_triton import at_once, begin, early, kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8
@@ -99,6 +100,7 @@ def attend_kernel(
     block_table,
     query_start_loc,
     seq_lens,
+    out,
     shares,
     maxima,
     sums,
@@ -118,7 +120,7 @@ def attend_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -126,48 +128,71 @@ def attend_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
+    """Attend with QUERIES queries of one request, and the heads of one key head, to its context, or, with PARTS, with
+    each request's in turn to an equal part of all contexts (`weft.ops.attention.parts_triton`).
 
-    `scale` is positive, and includes log2(e), since powers are of 2. Without splits `shares` is the output; with splits
-    `combine_kernel` reads it. Rows of padding are not read; in the output they are zeroed.
+    `scale` is positive, and includes log2(e), since powers are of 2. `combine_kernel` reads the `shares` of requests
+    that several programs attend to. Rows of padding are not read; in the output they are zeroed.
     """
     begin(at_once)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     index, kv_head, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if not ONE_BLOCK:  # those of all key heads side by side
         index, kv_head, programs = index // KV_HEADS, index % KV_HEADS, programs // KV_HEADS
-    if SPLITS == 1:
+    if PARTS:
+        UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
+        tiles, size = count_all(query_start_loc, seq_lens, num_reqs, programs, UNIT, WINDOW, BLOCK_R)
+        ends = tl.cumsum(tiles, axis=0)
+        begin_at, end_at = index * size, tl.minimum((index + 1) * size, tl.sum(tiles, axis=0))
+        before = tl.sum(tl.where(ends <= begin_at, tiles, 0), axis=0)
+        first_request = tl.sum((ends <= begin_at).to(tl.int32), axis=0)
+        last_request = tl.sum((ends < end_at).to(tl.int32), axis=0)
+        for following in range(last_request - first_request + 1):
+            request = first_request + following
+            first_tile, count = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
+            lo, hi = tl.maximum(begin_at - before, 0), tl.minimum(end_at - before, count)
+            start = tl.load(query_start_loc + request)
+            query_len = tl.load(query_start_loc + request + 1) - start
+            own = request, kv_head, start, query_len, tl.load(seq_lens + request)
+            part = first_tile + lo, first_tile + hi, hi - lo == count, share_of(index, lo == 0)
+            attend_block(
+                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, 0, part, values,
+                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, PARTS,
+                WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
+            )  # fmt: skip
+            before += count
+    else:
         first = tl.load(query_start_loc + num_reqs) + index
         head = kv_head * GROUP
-        zero_tokens(shares, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
-    request = index if ONE_BLOCK else _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
-    if request >= num_reqs:
-        return
-    start = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - start
-    seq_len = tl.load(seq_lens + request)
-    block = 0
-    if not ONE_BLOCK:
-        # A request's last block, the longest, begins first, and decodes, which schedulers put before prompts, begin
-        # before them: long programs that began last would leave most multiprocessors idle in the end.
-        block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
-        if block < 0:
+        zero_tokens(out, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
+        request = index if ONE_BLOCK else _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
+        if request >= num_reqs:
             return
+        start = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - start
+        seq_len = tl.load(seq_lens + request)
+        block = 0
+        if not ONE_BLOCK:
+            # A request's last block, the longest, begins first, and decodes, which schedulers put before prompts, begin
+            # before them: long programs that began last would leave most multiprocessors idle in the end.
+            block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
+            if block < 0:
+                return
 
-    own = request, kv_head, start, query_len, seq_len
-    FEW: tl.constexpr = 0 if ONE_BLOCK or SEGMENT else 16 // GROUP
-    if FEW and query_len <= FEW:  # a decode among prompts
-        attend_block(
-            q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
-            stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, SPLITS, WINDOW,
-            ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-        )  # fmt: skip
-    else:
-        attend_block(
-            q, kv_pages, slot_mapping, block_table, shares, maxima, sums, scales, own, block, values, stride_q,
-            stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SPLITS, WINDOW,
-            ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-        )  # fmt: skip
+        own, part = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
+        FEW: tl.constexpr = 0 if ONE_BLOCK or SEGMENT else 16 // GROUP
+        if FEW and query_len <= FEW:  # a decode among prompts
+            attend_block(
+                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, part, values,
+                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, PARTS, WINDOW,
+                ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
+            )  # fmt: skip
+        else:
+            attend_block(
+                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, part, values,
+                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, PARTS,
+                WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
+            )  # fmt: skip
 
 
 def attend(q: Tensor, *rest: Any, batch_invariant: bool = False) -> Tensor:
@@ -271,16 +296,23 @@ def _launch_attend(
         context = min(context, window + max_query_len)
     shapes = tokens, requests, group, kv_heads, dim, context, max_query_len
     plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant)
-    split = plan.splits > 1
-    num_shares, segment = plan.segments or plan.splits, SEGMENT if batch_invariant else 0
-    shares = q.new_empty((tokens, heads, num_shares, dim), dtype=torch.float32) if split else out
-    maxima, sums = q.new_empty((2, tokens, heads, num_shares), dtype=torch.float32) if split else (out, out)
-    quantized, scales = scales is not None, out if scales is None else scales
-    grid = (plan.blocks, kv_heads, plan.splits) if plan.one_block else (plan.blocks * kv_heads,)
+    segment, quantized, scales = (
+        SEGMENT if batch_invariant else 0,
+        scales is not None,
+        out if scales is None else scales,
+    )
+    shares = maxima = sums = out
+    if plan.parts:
+        sizes = (tokens, heads, plan.segments) if segment else (2 * plan.parts, kv_heads, plan.rows)
+        shares, maxima = q.new_empty((*sizes, dim), dtype=torch.float32), q.new_empty(sizes, dtype=torch.float32)
+        sums = torch.empty_like(maxima)
+    searched = max(16, power_of_two(requests)) if plan.parts else 1 if plan.one_block else _SEARCHED
+    grid = (plan.parts or plan.blocks, kv_heads) if plan.one_block else (plan.blocks * kv_heads,)
     attend_kernel[grid](
         q,
         kv_pages,
         *where,
+        out,
         shares,
         maxima,
         sums,
@@ -300,13 +332,13 @@ def _launch_attend(
         ROWS=plan.rows,
         KEYS=plan.keys,
         DIMS=plan.dims,
-        SPLITS=plan.splits,
+        PARTS=plan.parts > 0,
         WINDOW=window,
         ONE_BLOCK=plan.one_block,
-        QUANTIZE=quantized and not split,
-        BLOCK_R=1 if plan.one_block else _SEARCHED,
+        QUANTIZE=quantized,
+        BLOCK_R=searched,
         SEGMENT=segment,
-        SEGMENTS=num_shares,
+        SEGMENTS=plan.segments,
         num_warps=plan.warps,
         num_stages=plan.stages,
         maxnreg=plan.registers,
@@ -314,7 +346,7 @@ def _launch_attend(
         enable_fp_fusion=not batch_invariant,
         **early(q),
     )
-    if split:
+    if plan.parts:
         combine_kernel[(requests, max_query_len, heads)](
             shares,
             maxima,
@@ -325,14 +357,18 @@ def _launch_attend(
             out,
             scales,
             tokens,
+            plan.parts,
             at_once(tokens),
+            KV_HEADS=kv_heads,
             DIM=dim,
             DIMS=plan.dims,
-            SPLITS=num_shares,
+            ROWS=plan.rows,
+            UNIT=segment or plan.keys,
             QUANTIZE=quantized,
             TYPE=TRITON_DTYPES[q.dtype],
-            SEGMENT=segment,
-            WINDOW=window if segment else 0,
+            SEGMENTS=plan.segments,
+            WINDOW=window,
+            BLOCK_R=searched,
             enable_fp_fusion=not batch_invariant,
             **early(q),
         )

@@ -6,8 +6,8 @@ Heads of 128 in bfloat16 on pages of 16, in the numbers of three models. A decod
 copy bandwidth (4.27 TB/s) at which keys and values are read, over replays of a graph; only back ends that can be in one
 are timed. A step's figure is TFLOP/s of causal attention. Neither has the plan, whose microseconds on the host stand
 beside it. `best` marks the fastest of a shape. With `--tiles` only steps are timed, by weft's kernel with other numbers
-of rows, keys, warps, stages and registers than its own, which comes first. Without a GPU tiny shapes run, only to show
-that it runs.
+of rows, keys, warps and stages than its own, which comes first. Without a GPU tiny shapes run, only to show that it
+runs.
 """
 
 import argparse
@@ -45,10 +45,10 @@ STEPS = {
 }
 TINY_STEPS = {"2 x 5": ((0, 5),) * 2}
 TILES = (
-    (128, (64, 8, 2, None)), (128, (64, 4, 2, None)), (128, (64, 4, 3, None)), (128, (32, 8, 3, 128)),
-    (64, (64, 4, 2, None)), (64, (64, 4, 3, None)), (64, (32, 4, 3, None)), (64, (32, 4, 4, None)),
+    (128, (64, 4, 2)), (128, (64, 4, 3)), (128, (32, 8, 3)), (128, (64, 8, 3)),
+    (64, (64, 4, 2)), (64, (64, 4, 3)), (64, (32, 4, 3)), (64, (32, 4, 4)),
 )  # fmt: skip
-"""The most rows of a program, and the keys of a tile, warps, stages and registers, to be tried for prompts."""
+"""The most rows of a program, and the keys of a tile, warps and stages, to be tried for prompts."""
 
 
 @attrs.frozen
@@ -157,7 +157,7 @@ def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
             work = 512.0 * heads[0] * sum(new * past + new * (new + 1) / 2 for past, new in step)
             for rows, tile in own + [one for one in TILES if one not in own]:
                 with prompt_tile(rows, tile):
-                    name = f"{rows} x {tile[0]}, {tile[1]} warps, {tile[2]} stages, registers {tile[3]}"
+                    name = f"{rows} x {tile[0]}, {tile[1]} warps, {tile[2]} stages"
                     (row,) = time_case(case, model, shape, work, [back_end], device, decodes=False)
                 found.append(attrs.evolve(row, backend=name, best=False))
             fastest = min(row.us for row in found)
@@ -165,7 +165,7 @@ def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
 
 
 @contextmanager
-def prompt_tile(rows: int, tile: tuple[int, int, int, int | None]) -> Iterator[None]:
+def prompt_tile(rows: int, tile: tuple[int, int, int]) -> Iterator[None]:
     """A context in which prompts have this tile."""
     kept = launch._PROMPT_ROWS, launch._PROMPT_TILE
     launch.plan_launch.cache_clear()
