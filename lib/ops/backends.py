@@ -6,7 +6,6 @@ import attrs
 import torch
 
 from weft.errors import DeviceError
-from weft.ops.attention import flashinfer
 from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
 from weft.ops.copying.copies import how_launched, no_kernel
 from weft.ops.register import no_triton, triton_version
@@ -86,12 +85,8 @@ def _attention(kind: str) -> OpBackend:
     if own.name != "triton":
         return OpBackend("paged_attention", own.name, reason)
     lacks = BACKENDS["flashinfer"].missing(torch.device(kind))
-    steps = "steps of more than 2048 tokens with 2048 a request, where it was measured to be faster"
-    here = torch.device(kind, torch.cuda.current_device()) if torch.cuda.is_available() else None
-    is_compiled = here is not None and flashinfer.has_fa3(here, torch.bfloat16, 128)
-    how = "compiled here" if is_compiled else "not compiled here"
-    auto = f"auto is this one; flashinfer lacks {lacks}" if lacks else f"auto takes flashinfer's FA3 ({how}) in {steps}"
-    return OpBackend("paged_attention", f"triton {version}", f"{reason}; {auto}")
+    lacking = f"; flashinfer lacks {lacks}" if lacks else ""
+    return OpBackend("paged_attention", f"triton {version}", f"{reason}; auto is this one{lacking}")
 
 
 def _facts(backend: AttentionBackend) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import ResolvedBatch, find_owners
-from weft.ops.attention.backends import AttentionBackend, faster_than_own
+from weft.ops.attention.backends import AttentionBackend
 from weft.ops.attention.paged import paged_attention
 from weft.stages.config import ModelConfig
 from weft.stages.params import LayerParams
@@ -34,13 +34,12 @@ def attend(
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and values in it.
         batch: the step's, as the decoder passes it on.
         window: how many of the last positions a token sees, its own included; 0: all; None: as the model's layer does.
-        backend: the implementation; None: what was measured to be the fastest (`faster_than_own`).
+        backend: the implementation; None: the device's own.
 
     Returns:
         [num_tokens, num_heads, head_dim].
     """
     where = arguments(config, layer, q, batch, window)
-    backend = backend or faster_than_own(q, kv_pages, len(batch.seq_lens), where[-1])
     if backend is not None:
         return backend(batch.descriptor.query_len, q, kv_pages, *where, plans=batch.plans)
     return paged_attention(q, None, None, kv_pages, *where)

@@ -16,7 +16,6 @@ from weft.ops.attention import flashinfer
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import FLOATS, operator
-from weft.settings import is_batch_invariant
 from weft.torchapi.private import storage_id
 from weft.trees import OF_THIS_PROCESS
 
@@ -270,21 +269,3 @@ OWN = {"cpu": REFERENCE, "cuda": TRITON}
 """By type of device, the back end whose operator is `weft::paged_attention` itself."""
 BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}
 """The back ends by name, for `weft.load(..., attention=name)`."""
-
-_LONG_STEP = 2048
-_LONG_PROMPT = 2048
-
-
-def faster_than_own(q: Tensor, kv_pages: Tensor, num_reqs: int, window: int) -> AttentionBackend | None:
-    """The back end that was measured to be faster than the device's own for a step of `q` `[T, H, D]`; None: the own.
-
-    Only one is: FlashInfer's FA3, in steps of more than 2,048 tokens, which have no graph, with 2,048 tokens a request
-    or more on average. On an H200 it is 1.15 to 1.39 times as fast at any prompts, and its plan takes the host 0.7 to
-    3.6 ms a step, which shorter prompts do not bring back. It is slower where many decodes share the step. Our kernel
-    takes 0.5 to 1.03 times as long as XQA for decodes alone (`python -m weft.proofs.bench.operators.attention`).
-    """
-    if not q.is_cuda or window or kv_pages.dtype != q.dtype or is_batch_invariant():
-        return None
-    if len(q) <= _LONG_STEP or len(q) < _LONG_PROMPT * num_reqs:
-        return None
-    return FLASHINFER if flashinfer.has_fa3(q.device, q.dtype, q.shape[2]) else None

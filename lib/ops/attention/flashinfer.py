@@ -3,7 +3,6 @@ rest. The package is imported at the first call, so that weft works without it.
 """
 
 import functools
-import logging
 import threading
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 from weft.ops.attention import functional
 from weft.torchapi.private import is_differentiated
 
-_LOG = logging.getLogger("weft")
 DTYPES = torch.bfloat16, torch.float16
 HEAD_DIMS = 64, 128, 256
 
@@ -35,28 +33,6 @@ def missing(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) != (9, 0):
         return "compute capability 9.0, the only one on which weft has run it"
     return ""
-
-
-@functools.cache
-def has_fa3(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashInfer's FA3 for prompts is compiled and loads.
-
-    `auto` takes it only then: the first call would otherwise compile it, for minutes, and a broken package would fail a
-    step of somebody who did not ask for FlashInfer.
-    """
-    if dtype not in DTYPES or head_dim not in HEAD_DIMS or missing(device):
-        return False
-    sizes = head_dim, head_dim, 0, False, False, False
-    try:
-        from flashinfer.jit.attention import gen_batch_prefill_module
-
-        spec = gen_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, *sizes)
-        if spec.is_compiled:
-            spec.build_and_load()
-            return True
-    except Exception as error:
-        _LOG.warning("FlashInfer is not used, since its FA3 does not load: %s: %s", type(error).__name__, error)
-    return False
 
 
 @attrs.frozen(eq=False)
