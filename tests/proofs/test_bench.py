@@ -42,7 +42,7 @@ def test_tiles_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     before = plan_launch(600, 2, 4, 8, 128, 1024, 600, 2, 2, 132)
     attention.main()
     rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
-    assert [row["backend"] for row in rows][:2] == ["128 x 64, 4 warps, 2 stages", "128 x 64, 8 warps, 2 stages"]
+    assert [row["backend"] for row in rows][:2] == ["128 x 64, 8 warps, 2 stages", "128 x 64, 4 warps, 2 stages"]
     assert len({row["backend"] for row in rows}) == len(rows) == 1 + len(attention.TILES)
     assert sum(row["best"] for row in rows) == 1
     with attention.prompt_tile(64, (32, 4, 3)):

@@ -296,17 +296,14 @@ def _launch_attend(
         context = min(context, window + max_query_len)
     shapes = tokens, requests, group, kv_heads, dim, context, max_query_len
     plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant)
-    segment, quantized, scales = (
-        SEGMENT if batch_invariant else 0,
-        scales is not None,
-        out if scales is None else scales,
-    )
+    segment = SEGMENT if batch_invariant else 0
+    quantized, scales = scales is not None, out if scales is None else scales
     shares = maxima = sums = out
     if plan.parts:
         sizes = (tokens, heads, plan.segments) if segment else (2 * plan.parts, kv_heads, plan.rows)
         shares, maxima = q.new_empty((*sizes, dim), dtype=torch.float32), q.new_empty(sizes, dtype=torch.float32)
         sums = torch.empty_like(maxima)
-    searched = max(16, power_of_two(requests)) if plan.parts else 1 if plan.one_block else _SEARCHED
+    searched = max(64, power_of_two(requests)) if plan.parts else 1 if plan.one_block else _SEARCHED
     grid = (plan.parts or plan.blocks, kv_heads) if plan.one_block else (plan.blocks * kv_heads,)
     attend_kernel[grid](
         q,
