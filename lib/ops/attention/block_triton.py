@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from weft.ops.attention.output_triton import merge, store_heads
-from weft.ops.kernel_triton import release
+from weft.ops.kernel_triton import INTERPRETED, release
 
 
 @triton.jit
@@ -159,6 +159,13 @@ def _attend_range(
 
 
 @triton.jit
+def _finished(x):
+    """`x`, read: so that Triton waits for the product here. While the next tile's scores are formed too, both have more
+    than 128 registers, and the assembler then makes every part of a product wait for the one before."""
+    return x if INTERPRETED else tl.inline_asm_elementwise("", "=f,0", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _attend_tiles(
     m,
     s,
@@ -214,5 +221,7 @@ def _attend_tiles(
         shrink = tl.exp2(m - base)
         s = s * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        if acc.shape[0] >= 128:
+            acc = _finished(acc)
         m = m_new
     return m, s, acc

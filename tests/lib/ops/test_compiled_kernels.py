@@ -1,17 +1,19 @@
 """Checks of the code that Triton compiles for an H100; they need no GPU.
 
 A kernel that is placed early may load constant weights before the last kernel has ended, and nothing else. No product
-on the tensor cores is waited for before the next one begins."""
+on the tensor cores is waited for, part by part, by the assembler."""
 
 import itertools
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from weft.ops.attention.launch import plan_launch
 from weft.ops.constants import constant
 from weft.ops.tiles.candidates import TILES
 from weft.ops.tiles.linear import GATED_MANY, linear_tile
@@ -40,10 +42,13 @@ def ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(target_info, "current_target", current_target)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # no other process may meet with this code
 
-    def made(fn: Any, pointers: dict[str, str], constants: dict[str, Any], **options: Any) -> list[str]:
+    def made(
+        fn: Any, pointers: dict[str, str], constants: dict[str, Any], *, aligned: Sequence[str] = (), **options: Any
+    ) -> list[str]:
         known = pointers | dict.fromkeys(constants, "constexpr")
         names = {name: known.get(name, "fp32" if name == "eps" else "i32") for name in fn.arg_names}
-        source = ASTSource(fn, names, constants)
+        by_16 = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(fn, names, constants, by_16)
         return str(compile(source, target=target, options={"launch_pdl": True, **options}).asm["ptx"]).splitlines()
 
     return made
@@ -139,6 +144,28 @@ def test_a_gated_product_of_many_tokens_does_not_wait_for_itself(ptx: Any, tmp_p
     first = next(i for i, line in enumerate(lines) if "wgmma.mma_async" in line)
     ways = [line for line in lines[:first] if re.search(r"\bbra\b", line) and "waitLoop" not in line]
     assert not ways, "a way around the loop, for which CUDA 12.8 makes products wait"
+    assert not serialized(lines, tmp_path)
+
+
+@pytest.mark.parametrize(("dim", "group"), [(128, 2), (128, 8), (64, 4)])
+def test_attention_of_prompts_fits_twice_and_does_not_wait_for_itself(
+    ptx: Any, tmp_path: Path, dim: int, group: int
+) -> None:
+    from weft.ops.attention.paged_triton import attend_kernel
+
+    plan = plan_launch(8192, 4, group, 4, dim, 8192, 8192, 2, 2, 132)
+    pointers = dict.fromkeys(("q", "kv_pages", "out", "shares", "maxima", "sums", "scales"), "*bf16")
+    pointers |= {"slot_mapping": "*i64", "values": "i64", "scale": "fp32"}
+    pointers |= dict.fromkeys(("block_table", "query_start_loc", "seq_lens"), "*i32")
+    shape = {"HEADS": 4 * group, "KV_HEADS": 4, "DIM": dim, "PAGE_SIZE": 16, "QUERIES": plan.queries, "ROWS": plan.rows}
+    shape |= {"KEYS": plan.keys, "DIMS": plan.dims, "PARTS": False, "WINDOW": 0, "ONE_BLOCK": False, "QUANTIZE": False}
+    shape |= {"BLOCK_R": 128, "SEGMENT": 0, "SEGMENTS": 0}
+    how = {"num_warps": plan.warps, "num_stages": plan.stages, "maxnreg": plan.registers}
+    aligned = [name for name, kind in pointers.items() if kind[0] == "*"] + ["values", "stride_q", "stride_table"]
+    lines = ptx(attend_kernel.jit, pointers, shape, aligned=aligned, **how)
+    assert any("wgmma.mma_async" in line for line in lines)
+    assert any(f".maxnreg {plan.registers}" in line for line in lines)
+    assert plan.registers * 2 * 32 * plan.warps <= 65536
     assert not serialized(lines, tmp_path)
 
 
