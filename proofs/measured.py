@@ -116,7 +116,7 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
         with_library = " with DeepGEMM" * (variables["VLLM_USE_DEEP_GEMM"] == "1")
         for row in run["table"]:
             count, lengths = row["num_requests"], f"{row['input_len']} in, {row['output_len']} out"
-            own = {"varied": f"1 to {lengths}", "sampled": f"{lengths}, top-k, top-p"}
+            own = {**dict.fromkeys(("varied", "uneven"), f"1 to {lengths}"), "sampled": f"{lengths}, top-k, top-p"}
             lengths = own.get(row["workload"], lengths)
             what = f"{MODELS[run['preset']]}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
             ours, theirs = (span((row[one]["min"], row[one]["max"]), "{:,.0f}") for one in ("weft", "vllm"))

@@ -10,9 +10,9 @@ A model is a preset of `weft bench`, or a folder with a `config.json`. Each engi
 times after a first pass; the one that is first alternates. weft starts first, and vLLM may then use 7/6 of the memory
 that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
 experts; no completion ends early. The temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has
-prompts of 1 to 960 tokens. Both run as many requests at once as a workload of the run has. vLLM has its defaults but
-for the arguments and variables that the record names. An older weft is a checkout from 2026-11-24 on; give both memory
-enough, since an engine takes fewer pages where there is less.
+prompts of 1 to 960 tokens, `uneven` of 1 to 7,936. Both run as many requests at once as a workload of the run has. vLLM
+has its defaults but for the arguments and variables that the record names. An older weft is a checkout from 2026-11-24
+on; give both memory enough, since an engine takes fewer pages where there is less.
 """
 
 import argparse
@@ -75,8 +75,9 @@ WORKLOADS = {
     "varied": Workload(128, 960, 64, varied=True),
     "sampled": Workload(128, 2, 512, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95}),  # as Qwen3 advises
     "long": Workload(16, 7936, 256),
+    "uneven": Workload(32, 7936, 512, varied=True),
 }
-_LONG = "long"
+_LONG = "long", "uneven"
 """Run only when asked for: with room for 128 requests of that length, one engine would leave the other no memory."""
 _START_SECONDS, _TURN_SECONDS, _STOP_SECONDS = 300.0, 120.0, 20.0
 _POLL_SECONDS, _SAMPLE_SECONDS = 0.005, 2.0
@@ -360,8 +361,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--workloads",
         nargs="+",
         choices=WORKLOADS,
-        default=[name for name in WORKLOADS if name != _LONG],
-        help=f"in order (all but {_LONG})",
+        default=[name for name in WORKLOADS if name not in _LONG],
+        help=f"in order (all but {' and '.join(_LONG)})",
     )
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="after the first pass (4)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of both (1)")
