@@ -53,7 +53,7 @@ def attend_block(
     first token, the number of its tokens in this step, and that of its context.
 
     With PARTS, `part` is what it attends to: from one tile to another, whether these are all, and the place of its
-    share.
+    share, which a segment does not need.
 
     With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each segment by itself, and
     then merged in order, in this program or, from `shares`, in `combine_kernel`. So the order of a query's sums depends

@@ -9,15 +9,18 @@ from weft.ops.tiles.tile import power_of_two
 _PROMPT_ROWS = 128
 """The most rows of a program, with heads of 128 in 16 bits."""
 _PROMPT_TILE = 128, 8, 2
-"""Keys of a tile, warps, and tiles in flight, in programs of so many rows in 16 bits. With a cache in FP8, registers of
-the conversion would spill."""
+"""Keys of a tile, of which heads of 128 have 64, warps and stages, in programs of so many rows in 16 bits. With a cache
+in FP8, registers of the conversion would spill."""
 _FIXED_TILE = 64, 4, 2
-"""Keys, warps and tiles in flight of other programs for prompts, and of all that are batch invariant."""
+"""Keys, warps and stages of other programs for prompts, and of all that are batch invariant."""
 
 _MOST_REGISTERS = 128
-"""Of a thread, so that two programs of 8 warps fit on a multiprocessor, which has 65,536."""
+"""Of a thread, so that two programs of 8 warps fit on a multiprocessor, which has 65,536. The accumulators of 128 rows
+of heads of 128 take half of them."""
 _FEW_WAVES, _PARTS = 3, 2
 """Decodes of less than 3 programs a multiprocessor are attended to in 2 equal parts a multiprocessor."""
+_FEW_INVARIANT_WAVES = 1
+"""The same of batch-invariant launches, which keep a share of each segment of the largest context."""
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
 _FIXED_ROWS = 64
@@ -37,9 +40,10 @@ class Launch:
         blocks: blocks of queries, over all requests.
         parts: programs of a key head that share all contexts; 0: a program has a request.
         warps: of a program.
-        stages: tiles in flight.
+        stages: of Triton's pipeline. A tile takes two in a decode, since its page is loaded before its keys.
         registers: the most of a thread; None: as many as it takes.
-        segments: of the largest context, each of `SEGMENT` positions; 0: the context is attended to as a whole.
+        segments: of the largest context that fits in the block table, each of `SEGMENT` positions; 0: the context is
+            attended to as a whole.
     """
 
     rows: int
@@ -81,25 +85,27 @@ def plan_launch(
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
     waves = num_reqs * kv_heads // processors if one_block else 0
-    if rows == _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
+    if rows >= _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
         keys, warps, stages = _PROMPT_TILE
     elif batch_invariant or rows > 64:
         keys, warps, stages = _FIXED_TILE
     else:
         keys, warps, stages = _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
-    registers = _MOST_REGISTERS if warps == 8 and itemsize == 2 else None
+    fits = warps == 8 and itemsize == 2 and rows * dims <= _PROMPT_ROWS * 128
+    registers = _MOST_REGISTERS if fits else None
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
     segments = -(-max_context // SEGMENT) if batch_invariant else 0
     tiles = segments or -(-max_context // keys)
-    is_shared = one_block and tiles > 1 and waves < _FEW_WAVES
-    parts = min(max(1, _PARTS * processors // kv_heads), num_reqs * tiles) if is_shared else 0
-    # The tiles in flight fit in shared memory; only a very wide head has a larger tile.
+    is_shared = one_block and waves < (_FEW_INVARIANT_WAVES if batch_invariant else _FEW_WAVES)
+    parts = min(_PARTS * processors // kv_heads, num_reqs * tiles) if is_shared and tiles > 1 else 0
+    parts = parts if parts > 1 else 0
+    # The keys of so many tiles fit in shared memory; only a very wide head has a larger tile.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
     return Launch(rows, queries, keys, dims, one_block, blocks, parts, warps, stages, registers, segments)
 
 
 def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and tiles in flight, for programs of up to 64 rows, and in a decode so many of
+    """Keys of a tile, warps of a program and stages, for programs of up to 64 rows, and in a decode so many of
     them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
 
     Many small programs hide each other's waits; few programs must hide their own. Measured on an H200 with heads of 128

@@ -9,7 +9,7 @@ Import this module only where triton is installed.
 import triton
 import triton.language as tl
 
-from weft.ops.attention.parts_triton import count_all, count_tiles, share_of
+from weft.ops.attention.parts_triton import count_all, count_tiles, part_of, share_of
 from weft.ops.kernel_triton import begin, kernel, release
 from weft.ops.products.blocks_triton import quantize_rows
 
@@ -77,7 +77,8 @@ def combine_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum. The result of
-    a request that is in one part is there already.
+    a request that is in one part is there already. The zeros of requests without a tile, and of the tokens after the
+    last request, are written here.
 
     With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other.
     """
@@ -89,10 +90,10 @@ def combine_kernel(
     inside = start + query < end
     token = (start + query).to(tl.int64)
     slot = tl.load(slot_mapping + token, mask=inside, other=-1)
-    tiles, size = count_all(query_start_loc, seq_lens, tl.num_programs(0), parts, UNIT, WINDOW, BLOCK_R)
+    tiles, all_tiles = count_all(query_start_loc, seq_lens, tl.num_programs(0), UNIT, WINDOW, BLOCK_R)
     before = tl.sum(tl.where(tl.arange(0, BLOCK_R) < request, tiles, 0), axis=0)
     _, own = count_tiles(request, query_start_loc, seq_lens, tl.num_programs(0), UNIT, WINDOW)
-    first_part, last_part = before // size, (before + own - 1) // size
+    first_part, last_part = part_of(before, all_tiles, parts), part_of(before + own - 1, all_tiles, parts)
     dim = tl.arange(0, DIMS)
     cell = token * heads + head + tl.arange(0, 1)
     live = inside & (seq_len > 0) & (slot >= 0)

@@ -2,8 +2,8 @@
 
 1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they are there already.
 2. `attend_kernel`, one program for a block of queries of one request and a key head
-   (`weft.ops.attention.block_triton`), or, in batches of few short queries, for a key head and an equal part of all
-   contexts (`weft.ops.attention.parts_triton`). Decodes among prompts have a block of few rows.
+   (`weft.ops.attention.block_triton`), or, in batches of few requests with short queries, for a key head and an equal
+   part of all contexts (`weft.ops.attention.parts_triton`). Decodes among prompts have a block of few rows.
 3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such parts: it rescales and adds the shares of
    each request that several programs attended to (flash-decoding, Dao et al. 2023).
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from weft.ops.attention.block_triton import attend_block
 from weft.ops.attention.launch import SEGMENT, plan_launch
 from weft.ops.attention.output_triton import combine_kernel, zero_tokens
-from weft.ops.attention.parts_triton import count_all, count_tiles, share_of
+from weft.ops.attention.parts_triton import count_all, count_tiles, first_of, share_of
 from weft.ops.kernel_triton import at_once, begin, early, kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8
@@ -141,13 +141,14 @@ def attend_kernel(
         index, kv_head, programs = index // KV_HEADS, index % KV_HEADS, programs // KV_HEADS
     if PARTS:
         UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
-        tiles, size = count_all(query_start_loc, seq_lens, num_reqs, programs, UNIT, WINDOW, BLOCK_R)
+        tiles, total = count_all(query_start_loc, seq_lens, num_reqs, UNIT, WINDOW, BLOCK_R)
         ends = tl.cumsum(tiles, axis=0)
-        begin_at, end_at = index * size, tl.minimum((index + 1) * size, tl.sum(tiles, axis=0))
+        begin_at, end_at = first_of(index, total, programs), first_of(index + 1, total, programs)
         before = tl.sum(tl.where(ends <= begin_at, tiles, 0), axis=0)
         first_request = tl.sum((ends <= begin_at).to(tl.int32), axis=0)
         last_request = tl.sum((ends < end_at).to(tl.int32), axis=0)
-        for following in range(last_request - first_request + 1):
+        # What one request's stores need is not worked out, and kept in registers, before the loop over all.
+        for following in tl.range(last_request - first_request + 1, disable_licm=True):
             request = first_request + following
             first_tile, count = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
             lo, hi = tl.maximum(begin_at - before, 0), tl.minimum(end_at - before, count)

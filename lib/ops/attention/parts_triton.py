@@ -30,15 +30,26 @@ def count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT: tl.constexpr
 
 
 @triton.jit
-def count_all(query_start_loc, seq_lens, num_reqs, parts, UNIT: tl.constexpr, WINDOW: tl.constexpr,
-              BLOCK_R: tl.constexpr):  # fmt: skip
-    """The tiles of each request `[BLOCK_R]`, and the size of each of `parts` parts, at least 1."""
+def count_all(query_start_loc, seq_lens, num_reqs, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The tiles of each request `[BLOCK_R]`, and of all, at least 1."""
     _, tiles = count_tiles(tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
-    return tiles, tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), parts), 1)
+    return tiles, tl.maximum(tl.sum(tiles, axis=0), 1)
+
+
+@triton.jit
+def first_of(part, total, parts):
+    """The first tile of a part; one of the next begins where it ends. Parts differ by one tile at most."""
+    return part * total // parts
+
+
+@triton.jit
+def part_of(tile, total, parts):
+    """The part that has a tile."""
+    return ((tile + 1) * parts - 1) // total
 
 
 @triton.jit
 def share_of(part, begins):
-    """The place of a part's share of a request; a part has two at most: of the request in which it begins, unless at
-    its beginning, and of one that `begins` in it."""
+    """The place of a part's share of a request. A part has two at most: one of a request that began in an earlier part,
+    and one of a request that `begins` in it and goes on in the next."""
     return 2 * part + tl.where(begins, 1, 0)
