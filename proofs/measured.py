@@ -108,9 +108,9 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
     """vLLM and weft alive on one GPU, pass by pass in turn."""
-    machines = dict.fromkeys(("h200-vllm-two-more", "h200-vllm", "h200-vllm-deep-gemm", "h200-all-workloads"), "1 GPU")
-    machines["h100-varied-and-sampled"] = "1 H100, slow host"
-    records = [(read(name), machine) for name, machine in machines.items()]
+    names = "vllm-two-more vllm vllm-deep-gemm all-workloads attention-launches attention-decodes"
+    records = [(read(f"h200-{name}"), "1 GPU") for name in names.split()]
+    records.append((read("h100-varied-and-sampled"), "1 H100, slow host"))
     for record, machine, run in [(*one, run) for one in records for run in one[0].data["runs"] if "vllm" in run]:
         variables = run["vllm"]["variables"]
         with_library = " with DeepGEMM" * (variables["VLLM_USE_DEEP_GEMM"] == "1")
