@@ -15,8 +15,8 @@ _FIXED_TILE = 64, 4, 2
 """Keys, warps and stages of other programs for prompts, and of all that are batch invariant."""
 
 _MOST_REGISTERS = 128
-"""Of a thread, so that two programs of 8 warps fit on a multiprocessor, which has 65,536. The accumulators of 128 rows
-of heads of 128 take half of them."""
+"""The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which has 65,536. With 128
+rows and heads of 128, accumulators take half of them."""
 _FEW_WAVES, _PARTS = 3, 2
 """Decodes of less than 3 programs a multiprocessor are attended to in 2 equal parts a multiprocessor."""
 _FEW_INVARIANT_WAVES = 1
@@ -36,9 +36,9 @@ class Launch:
         queries: queries of a program.
         keys: keys of a tile, a power of two.
         dims: the head dimension, rounded up to a power of two.
-        one_block: whether each request's queries fit in one program; then program r serves request r.
+        one_block: whether each request's queries fit in one program; then, without parts, program r serves request r.
         blocks: blocks of queries, over all requests.
-        parts: programs of a key head that share all contexts; 0: a program has a request.
+        parts: programs that share all contexts, for each key head; 0: each program has its own request.
         warps: of a program.
         stages: of Triton's pipeline. A tile takes two in a decode, since its page is loaded before its keys.
         registers: the most of a thread; None: as many as it takes.

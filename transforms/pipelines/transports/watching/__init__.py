@@ -1,1 +1,1 @@
-"""How ranks watch one another: who is alive, what failed, and on which rank it failed first."""
+"""Ranks watch one another: which of them are alive, what failed, and which failed first."""
