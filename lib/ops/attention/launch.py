@@ -15,8 +15,8 @@ _FIXED_TILE = 64, 4, 2
 """Keys, warps and stages of other programs for prompts, and of all that are batch invariant."""
 
 _MOST_REGISTERS = 128
-"""The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which has 65,536. With 128
-rows and heads of 128, accumulators take half of them."""
+"""The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which has 65,536. With
+128 rows and heads of 128, accumulators take half of them."""
 _FEW_WAVES, _PARTS = 3, 2
 """Decodes of less than 3 programs a multiprocessor are attended to in 2 equal parts a multiprocessor."""
 _FEW_INVARIANT_WAVES = 1
