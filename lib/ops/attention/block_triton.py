@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from weft.ops.attention.output_triton import merge, store_heads
-from weft.ops.kernel_triton import INTERPRETED, release
+from weft.ops.kernel_triton import release
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def attend_block(
     scales,
     own,
     block,
-    part,
+    share,
     values,
     stride_q,
     stride_table,
@@ -42,7 +42,7 @@ def attend_block(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -52,12 +52,12 @@ def attend_block(
     """`attend_kernel` for a block of a request's queries; `own` is the request, the key head, the request's
     first token, the number of its tokens in this step, and that of its context.
 
-    With PARTS, `part` is what it attends to: from one tile to another, whether these are all, and the place of its
+    With SHARED, `share` is what it attends to: from one tile to another, whether these are all, and the place of this
     share, which a segment does not need.
 
     With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each segment by itself, and
     then merged in order, in this program or, from `shares`, in `combine_kernel`. So the order of a query's sums depends
-    on its position alone. A segment is the tile of a part.
+    on its position alone. A segment is the tile of a share.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request, kv_head, start, query_len, seq_len = own
@@ -88,9 +88,9 @@ def attend_block(
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     cell = token * HEADS + head
-    lo, hi, whole, share = part
+    lo, hi, whole, place = share
     if SEGMENT:
-        if not PARTS:
+        if not SHARED:
             lo, hi = first // SEGMENT, tl.cdiv(end, SEGMENT)
         for segment in range(lo, tl.minimum(hi, tl.cdiv(end, SEGMENT))):
             m_own, s_own, acc_own = _attend_range(
@@ -98,7 +98,7 @@ def attend_block(
                 tl.minimum((segment + 1) * SEGMENT, end), end, scale,
                 KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, True,  # one loop for all tiles: one order of sums
             )  # fmt: skip
-            if whole:
+            if not SHARED:
                 m, s, acc = merge(m, s, acc, m_own, s_own, acc_own)
             else:
                 at = cell * SEGMENTS + segment
@@ -106,7 +106,7 @@ def attend_block(
                 tl.store(sums + at, s_own, mask=live)
                 tl.store(shares + (at * DIM)[:, None] + dim[None, :], acc_own, mask=mask)
     else:
-        if PARTS:
+        if SHARED:
             lo, hi = lo * KEYS, tl.minimum(hi * KEYS, end)
         else:
             lo, hi = first, end
@@ -116,11 +116,13 @@ def attend_block(
         )  # fmt: skip
 
     release()
+    if SHARED and SEGMENT:
+        return
     if whole:
         acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
         store_heads(acc.to(q.dtype.element_ty).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE)
-    elif not SEGMENT:
-        at = (share * KV_HEADS + kv_head) * ROWS + row
+    else:
+        at = (place * KV_HEADS + kv_head) * ROWS + row
         tl.store(maxima + at, m, mask=live)
         tl.store(sums + at, s, mask=live)
         tl.store(shares + (at * DIM)[:, None] + dim[None, :], acc, mask=mask)
@@ -156,13 +158,6 @@ def _attend_range(
         m, s, acc, queries, position, head_pages, values, table, lo, hi, scale,
         KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
     )  # fmt: skip
-
-
-@triton.jit
-def _finished(x):
-    """`x`, read: so that Triton waits for the product here. While the next tile's scores are formed too, both have more
-    than 128 registers, and the assembler then makes every part of a product wait for the one before."""
-    return x if INTERPRETED else tl.inline_asm_elementwise("", "=f,0", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -221,7 +216,5 @@ def _attend_tiles(
         shrink = tl.exp2(m - base)
         s = s * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-        if acc.shape[0] >= 128:
-            acc = _finished(acc)
         m = m_new
     return m, s, acc

@@ -17,10 +17,19 @@ _FIXED_TILE = 64, 4, 2
 _MOST_REGISTERS = 128
 """The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which has 65,536. With
 128 rows and heads of 128, accumulators take half of them."""
-_FEW_WAVES, _PARTS = 3, 2
-"""Decodes of less than 3 programs a multiprocessor are attended to in 2 equal parts a multiprocessor."""
+_WARPS = 16
+"""The warps of a multiprocessor among which decodes are shared, so that each has 128 registers a thread; half of them
+where the cache is in FP8."""
+_MOST_SPLITS = 64
+"""The most splits of a request, whose results are combined at once."""
+_FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
+"""With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest share would have more
+than 9 eighths of a part; with more programs, which hide each other's waits, than 12 eighths."""
+_LONG = 2048
+"""The most positions in which a request is left to one program, however short the others are: it ends soon enough."""
 _FEW_INVARIANT_WAVES = 1
-"""The same of batch-invariant launches, which keep a share of each segment of the largest context."""
+"""Batch-invariant launches with more programs a multiprocessor are not shared: they keep a share of each segment of the
+largest context. Nor are they cut into parts, which are not faster there."""
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
 _FIXED_ROWS = 64
@@ -36,9 +45,12 @@ class Launch:
         queries: queries of a program.
         keys: keys of a tile, a power of two.
         dims: the head dimension, rounded up to a power of two.
-        one_block: whether each request's queries fit in one program; then, without parts, program r serves request r.
-        blocks: blocks of queries, over all requests.
-        parts: programs that share all contexts, for each key head; 0: each program has its own request.
+        one_block: whether each request's queries fit in one program; then, unless contexts are shared, program r serves
+            request r.
+        programs: for each key head.
+        splits: programs that share a request's context where contexts are about equal, a power of two.
+        parts: programs that share all contexts otherwise; 0: they are taken for equal.
+        slack: the eighths of a part that the largest share has if contexts are about equal.
         warps: of a program.
         stages: of Triton's pipeline. A tile takes two in a decode, since its page is loaded before its keys.
         registers: the most of a thread; None: as many as it takes.
@@ -51,12 +63,24 @@ class Launch:
     keys: int
     dims: int
     one_block: bool
-    blocks: int
+    programs: int
+    splits: int
     parts: int
+    slack: int
     warps: int
     stages: int
     registers: int | None
     segments: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether several programs may attend to one context, and `combine_kernel` is to follow."""
+        return self.splits > 1 or self.parts > 0
+
+    @property
+    def places(self) -> int:
+        """The room for shares, in programs' results."""
+        return max(self.programs, 2 * self.parts)
 
 
 @functools.lru_cache(maxsize=1024)  # a call takes some 10 µs, and an eager step makes one a layer
@@ -84,27 +108,34 @@ def plan_launch(
     one_block = max_query_len <= queries
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
-    waves = num_reqs * kv_heads // processors if one_block else 0
+    waves, fp8 = num_reqs * kv_heads // processors if one_block else 0, itemsize == 2 and kv_itemsize == 1
     if rows >= _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
         keys, warps, stages = _PROMPT_TILE
     elif batch_invariant or rows > 64:
         keys, warps, stages = _FIXED_TILE
     else:
-        keys, warps, stages = _tile(rows, waves, itemsize == 2 and kv_itemsize == 1)
-    fits = warps == 8 and itemsize == 2 and rows * dims <= _PROMPT_ROWS * 128
-    registers = _MOST_REGISTERS if fits else None
+        keys, warps, stages = _tile(rows, dims, waves, fp8)
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
-    segments = -(-max_context // SEGMENT) if batch_invariant else 0
-    tiles = segments or -(-max_context // keys)
-    is_shared = one_block and waves < (_FEW_INVARIANT_WAVES if batch_invariant else _FEW_WAVES)
-    parts = min(_PARTS * processors // kv_heads, num_reqs * tiles) if is_shared and tiles > 1 else 0
-    parts = parts if parts > 1 else 0
     # The keys of so many tiles fit in shared memory; only a very wide head has a larger tile.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
-    return Launch(rows, queries, keys, dims, one_block, blocks, parts, warps, stages, registers, segments)
+    segments = -(-max_context // SEGMENT) if batch_invariant else 0
+    tiles, places = segments or -(-max_context // keys), _WARPS // warps // (1 + fp8) * processors // kv_heads
+    splits, parts, few = 1, 0, waves < (_FEW_INVARIANT_WAVES if batch_invariant else _FEW_WAVES)
+    if one_block:
+        splits = max(1, min(places // num_reqs, tiles, _MOST_SPLITS)) if few else 1
+        splits = 1 << splits.bit_length() - 1
+        if not batch_invariant and (max_context > _LONG or splits > 1):
+            parts = min(places, num_reqs * tiles) if few else num_reqs  # so that no program is idle in either way
+            parts = parts if min(parts, num_reqs, tiles) > 1 else 0
+    slack = _FEW_SLACK if few else _SLACK
+    small = rows == 16 and splits + parts > 1 and warps == 4 and kv_itemsize == 2
+    fits = (warps == 8 or small) and itemsize == 2 and rows * dims <= _PROMPT_ROWS * 128
+    registers = _MOST_REGISTERS if fits else None
+    sharing = max(blocks * splits, parts), splits, parts, slack
+    return Launch(rows, queries, keys, dims, one_block, *sharing, warps, stages, registers, segments)
 
 
-def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
+def _tile(rows: int, dims: int, waves: int, fp8: bool) -> tuple[int, int, int]:
     """Keys of a tile, warps of a program and stages, for programs of up to 64 rows, and in a decode so many of
     them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
 
@@ -113,6 +144,6 @@ def _tile(rows: int, waves: int, fp8: bool) -> tuple[int, int, int]:
     """
     if fp8 and rows <= 16:
         return (128, 4, 2) if waves < 3 else (64, 2, 3) if waves < 6 else (32, 1, 4)
-    if rows > 16:
+    if rows > 16 or (dims < 128 and waves < 3):
         return 64, 4, 3
     return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)

@@ -9,12 +9,12 @@ Import this module only where triton is installed.
 import triton
 import triton.language as tl
 
-from weft.ops.attention.parts_triton import count_all, count_tiles, part_of, share_of
+from weft.ops.attention.shares_triton import count_tiles, place_of
 from weft.ops.kernel_triton import begin, kernel, release
 from weft.ops.products.blocks_triton import quantize_rows
 
-_SHARES = tl.constexpr(32)
-"""Shares that are combined at a time."""
+_SHARES = tl.constexpr(16)
+"""Shares of parts that are combined at a time."""
 
 
 @triton.jit
@@ -52,84 +52,106 @@ def merge(m, s, acc, m_more, s_more, acc_more):
     return top, tl.fma(s_more, right, s * left), acc
 
 
-@kernel(do_not_specialize=["num_tokens", "parts", "at_once"])
+@kernel(do_not_specialize=["num_tokens", "at_once"])
 def combine_kernel(
     shares,
     maxima,
     sums,
+    spans,
     slot_mapping,
     query_start_loc,
     seq_lens,
     out,
     scales,
     num_tokens,
-    parts,
     at_once,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     TYPE: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
     """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum. The result of
-    a request that is in one part is there already. The zeros of requests without a tile, and of the tokens after the
-    last request, are written here.
+    a request in one share is there already. The zeros of requests without a tile, and of the tokens after the last
+    request, are written here.
 
-    With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other.
+    With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other, also those of one program.
     """
     begin(at_once)
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
+    step, num_reqs = tl.num_programs(0) * tl.num_programs(1), tl.num_programs(0)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head, row, dim = head // GROUP, query * GROUP + head % GROUP, tl.arange(0, DIMS)
+    # All that does not depend on another value is asked for before any of it is waited for.
+    first, last, even = tl.load(spans + 4 * request), tl.load(spans + 4 * request + 1), tl.load(spans + 4 * request + 2)
     start, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
-    seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + tl.num_programs(0))
+    seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + num_reqs)
+    if SPLITS > 1 and SEGMENTS == 0:
+        share = tl.arange(0, SPLITS)
+        at = ((request * SPLITS + share) * KV_HEADS + kv_head) * ROWS + row
+        m_even, s_even, shares_even = _load_shares(shares, maxima, sums, at, share < SPLITS, dim, DIM)
     inside = start + query < end
     token = (start + query).to(tl.int64)
     slot = tl.load(slot_mapping + token, mask=inside, other=-1)
-    tiles, all_tiles = count_all(query_start_loc, seq_lens, tl.num_programs(0), UNIT, WINDOW, BLOCK_R)
-    before = tl.sum(tl.where(tl.arange(0, BLOCK_R) < request, tiles, 0), axis=0)
-    _, own = count_tiles(request, query_start_loc, seq_lens, tl.num_programs(0), UNIT, WINDOW)
-    first_part, last_part = part_of(before, all_tiles, parts), part_of(before + own - 1, all_tiles, parts)
-    dim = tl.arange(0, DIMS)
-    cell = token * heads + head + tl.arange(0, 1)
+    _, own = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
+    cell = token * HEADS + head + tl.arange(0, 1)
     live = inside & (seq_len > 0) & (slot >= 0)
     release()
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     result = tl.zeros([1, DIMS], tl.float32)
-    shared = last_part > first_part
+    shared = (own > 0) & ((last > first) | (SEGMENTS > 0))  # a request without a tile has no span
     if live & shared:
         if SEGMENTS > 0:
             position = seq_len - end + token
             oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
             for segment in range(oldest // UNIT, position // UNIT + 1):
                 at = cell * SEGMENTS + segment
-                share = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-                m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), share)
+                values = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+                m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), values)
         else:
-            GROUP = heads // KV_HEADS
-            row = query * GROUP + head % GROUP
-            for base in range(first_part, last_part + 1, _SHARES):
-                part = base + tl.arange(0, _SHARES)
-                there = part <= last_part
-                at = (share_of(part, part == first_part) * KV_HEADS + head // GROUP) * ROWS + row
-                m_own = tl.load(maxima + at, mask=there, other=float("-inf"))
-                s_own = tl.load(sums + at, mask=there, other=0.0)
-                mask = there[:, None] & (dim < DIM)[None, :]
-                share = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
-                top = tl.maximum(m, tl.max(m_own, axis=0))
-                lowest = tl.where(top == float("-inf"), 0.0, top)
-                weight, kept = tl.exp2(m_own - lowest), tl.exp2(m - lowest)
-                total = total * kept + tl.sum(weight * s_own, axis=0)
-                share = tl.where((weight > 0)[:, None], share, 0.0)
-                result = result * kept[:, None] + tl.sum(share * weight[:, None], axis=0)[None, :]
-                m = top
+            if even:
+                if SPLITS > 1:
+                    there = first + share <= last
+                    m_even = tl.where(there, m_even, float("-inf"))
+                    m, total, result = _add_shares(m, total, result, m_even, s_even, shares_even)
+            elif PARTS:
+                for base in range(first, last + 1, _SHARES):
+                    part = base + tl.arange(0, _SHARES)
+                    place = (place_of(part, part == first) * KV_HEADS + kv_head) * ROWS + row
+                    m_own, s_own, shares_own = _load_shares(shares, maxima, sums, place, part <= last, dim, DIM)
+                    m, total, result = _add_shares(m, total, result, m_own, s_own, shares_own)
         result = result / tl.where(total == 0, 1.0, total)[:, None]
     if inside & (shared | (own <= 0)):
         store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
-    first = total_tokens + request * tl.num_programs(1) + query
-    zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)
+    padding = total_tokens + request * tl.num_programs(1) + query
+    zero_tokens(out, scales, padding, num_tokens, step, head, HEADS, 1, 1, DIM, DIMS, QUANTIZE)
+
+
+@triton.jit
+def _load_shares(shares, maxima, sums, at, there, dim, DIM: tl.constexpr):
+    """The maxima `[N]`, sums `[N]` and weighted values `[N, DIMS]` at places."""
+    mask = there[:, None] & (dim < DIM)[None, :]
+    m = tl.load(maxima + at, mask=there, other=float("-inf"))
+    s = tl.load(sums + at, mask=there, other=0.0)
+    return m, s, tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _add_shares(m, total, result, m_own, s_own, shares):
+    """The running maximum `[1]`, sum `[1]` and weighted values `[1, DIMS]` with those of shares, of which one with a
+    maximum of -inf may hold anything."""
+    top = tl.maximum(m, tl.max(m_own, axis=0))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight, kept = tl.exp2(m_own - base), tl.exp2(m - base)
+    has = weight > 0
+    total = total * kept + tl.sum(tl.where(has, weight * s_own, 0.0), axis=0)
+    shares = tl.where(has[:, None], shares, 0.0)
+    return top, total, result * kept[:, None] + tl.sum(shares * weight[:, None], axis=0)[None, :]

@@ -2,10 +2,10 @@
 
 1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they are there already.
 2. `attend_kernel`, one program for a block of queries of one request and a key head
-   (`weft.ops.attention.block_triton`), or, in batches of few requests with short queries, for a key head and an equal
-   part of all contexts (`weft.ops.attention.parts_triton`). Decodes among prompts have a block of few rows.
-3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such parts: it rescales and adds the shares of
-   each request that several programs attended to (flash-decoding, Dao et al. 2023).
+   (`weft.ops.attention.block_triton`), or, where queries are short, for a key head and a share of the contexts
+   (`weft.ops.attention.shares_triton`). Decodes among prompts have a block of few rows.
+3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such shares: it rescales and adds those of
+   each request that several programs attended to.
 
 The last kernel writes the zeros of the tokens after the last request, all its programs in turn.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from weft.ops.attention.block_triton import attend_block
 from weft.ops.attention.launch import SEGMENT, plan_launch
 from weft.ops.attention.output_triton import combine_kernel, zero_tokens
-from weft.ops.attention.parts_triton import count_all, count_tiles, first_of, share_of
+from weft.ops.attention.shares_triton import count_all, count_tiles, first_of, part_of, place_of, split_of
 from weft.ops.kernel_triton import at_once, begin, early, kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8
@@ -92,7 +92,7 @@ def write_kernel(
             tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
 
 
-@kernel(do_not_specialize=["num_reqs", "num_tokens", "at_once"])
+@kernel(do_not_specialize=["num_reqs", "num_tokens", "parts", "slack", "at_once"])
 def attend_kernel(
     q,
     kv_pages,
@@ -104,9 +104,12 @@ def attend_kernel(
     shares,
     maxima,
     sums,
+    spans,
     scales,
     num_reqs,
     num_tokens,
+    parts,
+    slack,
     values,
     stride_q,
     stride_table,
@@ -120,6 +123,7 @@ def attend_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
@@ -128,8 +132,9 @@ def attend_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Attend with QUERIES queries of one request, and the heads of one key head, to its context, or, with PARTS, with
-    each request's in turn to an equal part of all contexts (`weft.ops.attention.parts_triton`).
+    """Attend with QUERIES queries of one request, and the heads of one key head, to its context, or, with SPLITS > 1 or
+    PARTS, to a share of it, or of those of several requests in turn (`weft.ops.attention.shares_triton`); `spans` then
+    has each request's first program and its last, and whether these are its splits.
 
     `scale` is positive, and includes log2(e), since powers are of 2. `combine_kernel` reads the `shares` of requests
     that several programs attend to. Rows of padding are not read; in the output they are zeroed.
@@ -139,29 +144,47 @@ def attend_kernel(
     index, kv_head, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if not ONE_BLOCK:  # those of all key heads side by side
         index, kv_head, programs = index // KV_HEADS, index % KV_HEADS, programs // KV_HEADS
-    if PARTS:
+    SHARED: tl.constexpr = SPLITS > 1 or PARTS
+    if SHARED:
         UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
-        tiles, total = count_all(query_start_loc, seq_lens, num_reqs, UNIT, WINDOW, BLOCK_R)
-        ends = tl.cumsum(tiles, axis=0)
-        begin_at, end_at = first_of(index, total, programs), first_of(index + 1, total, programs)
-        before = tl.sum(tl.where(ends <= begin_at, tiles, 0), axis=0)
-        first_request = tl.sum((ends <= begin_at).to(tl.int32), axis=0)
-        last_request = tl.sum((ends < end_at).to(tl.int32), axis=0)
+        first_request, number, even = index // SPLITS, 1, True
+        total, begin_at, end_at, before = 1, 0, 0, 0
+        if PARTS:
+            number = tl.where(first_request < num_reqs, 1, 0)
+            tiles, total, even = count_all(
+                query_start_loc, seq_lens, num_reqs, parts, slack, SPLITS, UNIT, WINDOW, BLOCK_R
+            )
+            if not even:
+                ends = tl.cumsum(tiles, axis=0)
+                begin_at, end_at = first_of(index, total, parts), first_of(index + 1, total, parts)
+                before = tl.sum(tl.where(ends <= begin_at, tiles, 0), axis=0)
+                first_request = tl.sum((ends <= begin_at).to(tl.int32), axis=0)
+                number = tl.minimum(tl.sum((ends < end_at).to(tl.int32), axis=0) + 1, num_reqs) - first_request
         # What one request's stores need is not worked out, and kept in registers, before the loop over all.
-        for following in tl.range(last_request - first_request + 1, disable_licm=True):
+        for following in tl.range(number, disable_licm=True):
             request = first_request + following
             first_tile, count = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
-            lo, hi = tl.maximum(begin_at - before, 0), tl.minimum(end_at - before, count)
-            start = tl.load(query_start_loc + request)
-            query_len = tl.load(query_start_loc + request + 1) - start
-            own = request, kv_head, start, query_len, tl.load(seq_lens + request)
-            part = first_tile + lo, first_tile + hi, hi - lo == count, share_of(index, lo == 0)
-            attend_block(
-                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, 0, part, values,
-                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, PARTS,
-                WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-            )  # fmt: skip
-            before += count
+            lo, hi = split_of(index % SPLITS, count, SPLITS)
+            place, last = index, index + tl.minimum(count, SPLITS) - 1
+            if PARTS:  # noqa: SIM102 - which is known when this is compiled
+                if not even:
+                    lo, hi = tl.maximum(begin_at - before, 0), tl.minimum(end_at - before, count)
+                    place, last = place_of(index, lo == 0), part_of(before + count - 1, total, parts)
+                    before += count
+            if hi > lo:
+                start = tl.load(query_start_loc + request)
+                query_len = tl.load(query_start_loc + request + 1) - start
+                own = request, kv_head, start, query_len, tl.load(seq_lens + request)
+                share = first_tile + lo, first_tile + hi, hi - lo == count, place
+                if (lo == 0) & (kv_head == 0):
+                    tl.store(spans + 4 * request, index)
+                    tl.store(spans + 4 * request + 1, last)
+                    tl.store(spans + 4 * request + 2, tl.cast(even, tl.int32))
+                attend_block(
+                    q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, 0, share, values,
+                    stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SHARED,
+                    WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
+                )  # fmt: skip
     else:
         first = tl.load(query_start_loc + num_reqs) + index
         head = kv_head * GROUP
@@ -180,18 +203,18 @@ def attend_kernel(
             if block < 0:
                 return
 
-        own, part = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
+        own, share = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
         FEW: tl.constexpr = 0 if ONE_BLOCK or SEGMENT else 16 // GROUP
         if FEW and query_len <= FEW:  # a decode among prompts
             attend_block(
-                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, part, values,
-                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, PARTS, WINDOW,
+                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, share, values,
+                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, SHARED, WINDOW,
                 ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
             )  # fmt: skip
         else:
             attend_block(
-                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, part, values,
-                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, PARTS,
+                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, share, values,
+                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SHARED,
                 WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
             )  # fmt: skip
 
@@ -299,13 +322,13 @@ def _launch_attend(
     plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant)
     segment = SEGMENT if batch_invariant else 0
     quantized, scales = scales is not None, out if scales is None else scales
-    shares = maxima = sums = out
-    if plan.parts:
-        sizes = (tokens, heads, plan.segments) if segment else (2 * plan.parts, kv_heads, plan.rows)
+    shares = maxima = sums = spans = out
+    if plan.shared:
+        sizes = (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.rows)
         shares, maxima = q.new_empty((*sizes, dim), dtype=torch.float32), q.new_empty(sizes, dtype=torch.float32)
-        sums = torch.empty_like(maxima)
+        sums, spans = torch.empty_like(maxima), q.new_empty((requests, 4), dtype=torch.int32)
     searched = max(64, power_of_two(requests)) if plan.parts else 1 if plan.one_block else _SEARCHED
-    grid = (plan.parts or plan.blocks, kv_heads) if plan.one_block else (plan.blocks * kv_heads,)
+    grid = (plan.programs, kv_heads) if plan.one_block else (plan.programs * kv_heads,)
     attend_kernel[grid](
         q,
         kv_pages,
@@ -314,9 +337,12 @@ def _launch_attend(
         shares,
         maxima,
         sums,
+        spans,
         scales,
         requests,
         tokens,
+        plan.parts,
+        plan.slack,
         kv_pages.stride(0),
         q.stride(0),
         block_table.stride(0),
@@ -330,6 +356,7 @@ def _launch_attend(
         ROWS=plan.rows,
         KEYS=plan.keys,
         DIMS=plan.dims,
+        SPLITS=plan.splits,
         PARTS=plan.parts > 0,
         WINDOW=window,
         ONE_BLOCK=plan.one_block,
@@ -344,29 +371,32 @@ def _launch_attend(
         enable_fp_fusion=not batch_invariant,
         **early(q),
     )
-    if plan.parts:
+    if plan.shared:
         combine_kernel[(requests, max_query_len, heads)](
             shares,
             maxima,
             sums,
+            spans,
             slot_mapping,
             query_start_loc,
             seq_lens,
             out,
             scales,
             tokens,
-            plan.parts,
             at_once(tokens),
+            HEADS=heads,
             KV_HEADS=kv_heads,
             DIM=dim,
             DIMS=plan.dims,
             ROWS=plan.rows,
             UNIT=segment or plan.keys,
+            SPLITS=plan.splits,
+            PARTS=plan.parts > 0,
+            num_warps=max(1, min(4, plan.splits // 4)),
             QUANTIZE=quantized,
             TYPE=TRITON_DTYPES[q.dtype],
             SEGMENTS=plan.segments,
             WINDOW=window,
-            BLOCK_R=searched,
             enable_fp_fusion=not batch_invariant,
             **early(q),
         )

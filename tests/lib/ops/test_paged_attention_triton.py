@@ -114,7 +114,9 @@ def test_launches_keep_their_bounds(
     assert plan.queries >= 1
     assert plan.queries * group <= plan.rows
     assert plan.one_block == (longest <= plan.queries)
-    assert plan.parts == 0 or (plan.one_block and plan.parts > 1)
+    assert not plan.shared or plan.one_block
+    assert plan.splits & (plan.splits - 1) == 0
+    assert plan.programs >= max(reqs * plan.splits, plan.parts)
     assert plan.registers is None or plan.rows * plan.dims <= 64 * 32 * plan.warps, "accumulators take half of them"
     for power in (plan.rows, plan.keys, plan.dims):
         assert power & (power - 1) == 0

@@ -1,0 +1,76 @@
+"""Contexts that several programs share, in Triton: which tiles of which requests a program attends to.
+
+Requests of a batch have contexts of any lengths, which the host does not know where a graph is replayed. So each
+program counts the tiles of all requests. Where the contexts are about equal, or short, each request has as many
+programs as any other, and they take equal shares of its tiles (flash-decoding, Dao et al. 2023). Otherwise the tiles of
+all requests, one after the other, are cut into equal parts, and each program takes one, which may begin in one request
+and end in another (Stream-K, Osama et al. 2023, https://arxiv.org/abs/2301.03598). A program writes the result of a
+request that is its own as a whole; of the others it writes shares to be combined. A tile is UNIT positions: those of a
+product, or a segment.
+
+Import this module only where triton is installed.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+    """The first tile that a request's queries see, and the number of them, for one request or several. Those from
+    num_reqs on, those without a query and padded ones have none."""
+    there = request < num_reqs
+    start = tl.load(query_start_loc + request, mask=there, other=0)
+    query_len = tl.load(query_start_loc + request + 1, mask=there, other=0) - start
+    seq_len = tl.load(seq_lens + request, mask=there, other=0)
+    first = start * 0
+    if WINDOW:
+        first = tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // UNIT
+    return first, tl.where(query_len > 0, tl.cdiv(seq_len, UNIT) - first, 0)
+
+
+@triton.jit
+def count_all(
+    query_start_loc, seq_lens, num_reqs, parts, slack,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The tiles of each request `[BLOCK_R]`, of all, at least 1, and whether each request has SPLITS programs: where
+    the largest share would have at most `slack` eighths of a part and 192 positions more, which is what parts cost
+    beside it."""
+    _, tiles = count_tiles(tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
+    total = tl.maximum(tl.sum(tiles, axis=0), 1)
+    largest = tl.cdiv(tl.max(tiles, axis=0), SPLITS) - 192 // UNIT
+    return tiles, total, tl.cast(largest, tl.int64) * parts * 8 <= tl.cast(total, tl.int64) * slack
+
+
+@triton.jit
+def split_of(split, tiles, SPLITS: tl.constexpr):
+    """The first tile, of a request's, of one of its shares, and the one after the last. If there are fewer tiles than
+    splits, the last of these are empty."""
+    few = tiles < SPLITS
+    first, end = tl.where(few, split, split * tiles // SPLITS), tl.where(few, split + 1, (split + 1) * tiles // SPLITS)
+    return tl.minimum(first, tiles), tl.minimum(end, tiles)
+
+
+@triton.jit
+def first_of(part, total, parts):
+    """The first tile of a part; the first ones have a tile more than the others, if these do not divide the total."""
+    return part * (total // parts) + tl.minimum(part, total % parts)
+
+
+@triton.jit
+def part_of(tile, total, parts):
+    """The part that has a tile."""
+    size, larger = total // parts, total % parts
+    edge = larger * (size + 1)
+    return tl.where(tile < edge, tile // (size + 1), larger + (tile - edge) // tl.maximum(size, 1))
+
+
+@triton.jit
+def place_of(part, begins):
+    """The place of a part's share of a request. A part has two at most: one of a request that began in an earlier part,
+    and one of a request that `begins` in it and goes on in the next."""
+    return 2 * part + tl.where(begins, 1, 0)
