@@ -392,7 +392,7 @@ def _launch_attend(
             UNIT=segment or plan.keys,
             SPLITS=plan.splits,
             PARTS=plan.parts > 0,
-            num_warps=max(1, min(4, plan.splits // 4)),
+            num_warps=max(1, max(16, plan.splits) * plan.dims // 4096),  # few: larger programs begin later
             QUANTIZE=quantized,
             TYPE=TRITON_DTYPES[q.dtype],
             SEGMENTS=plan.segments,
