@@ -108,7 +108,7 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
     """vLLM and weft alive on one GPU, pass by pass in turn."""
-    names = "vllm-two-more vllm vllm-deep-gemm all-workloads attention-launches attention-decodes"
+    names = "vllm-two-more vllm vllm-deep-gemm shared-contexts"
     records = [(read(f"h200-{name}"), "1 GPU") for name in names.split()]
     records.append((read("h100-varied-and-sampled"), "1 H100, slow host"))
     for record, machine, run in [(*one, run) for one in records for run in one[0].data["runs"] if "vllm" in run]:
