@@ -35,6 +35,14 @@ CONTEXTS = (256, 1024, 4096, 16384, 32768)
 REQUESTS = (1, 8, 32, 128, 256)
 MOST_POSITIONS = 2**21
 """Decodes whose contexts have more positions than this in all are left out."""
+UNEVEN = {
+    "16 of 500 to 8000": range(500, 8001, 500),
+    "32 of 250 to 8000": range(250, 8001, 250),
+    "63 x 300 and 30000": (*(300,) * 63, 30000),
+    "127 x 300 and 30000": (*(300,) * 127, 30000),
+}
+"""Contexts of decodes that differ."""
+TINY_UNEVEN = {"5, 20 and 9": (5, 20, 9)}
 STEPS = {
     "16 x 512": ((0, 512),) * 16,
     "4 x 2048": ((0, 2048),) * 4,
@@ -135,12 +143,14 @@ def time_all(device: str, *, quick: bool) -> Iterator[Row]:
     names = ["reference", "torch"] if device == "cpu" else ["triton"]
     names += ["flashinfer"] if device == "cuda" and not BACKENDS["flashinfer"].missing(torch.device(device)) else []
     for model, heads in HEADS.items() if not quick else [("tiny", (4, 2))]:
+        decodes: dict[str, Sequence[int]] = dict(TINY_UNEVEN if quick else UNEVEN)
         for context, requests in itertools.product((20,) if quick else CONTEXTS, (2,) if quick else REQUESTS):
             if context * requests <= MOST_POSITIONS:
-                case, work = make_case([(context - 1, 1)] * requests, heads, device), 512.0 * context * heads[1]
-                yield from time_case(
-                    case, model, f"{requests} x {context}", work * requests, names, device, decodes=True
-                )
+                decodes[f"{requests} x {context}"] = [context] * requests
+        for shape, contexts in decodes.items():
+            case = make_case([(context - 1, 1) for context in contexts], heads, device)
+            work = 512.0 * heads[1] * sum(contexts)
+            yield from time_case(case, model, shape, work, names, device, decodes=True)
         for shape, own in (TINY_STEPS if quick else STEPS).items():
             pairs = sum(new * past + new * (new + 1) / 2 for past, new in own)
             case = make_case(own, heads, device)
