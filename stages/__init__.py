@@ -1,6 +1,7 @@
 """Stages: pure functions `(params, state, batch, x) -> (state, y)`. Decoders, their checkpoints, and modules of your
 own."""
 
+from weft.ops.attention.backends import AttentionBackend
 from weft.ops.sampling.sample import sample
 from weft.stages.adapters.adapter import Adapter, load_adapter
 from weft.stages.adapters.slots import reserve_slots, with_adapters, write_slot
@@ -22,6 +23,7 @@ from weft.stages.random_weights import random_adapter, random_model, random_para
 __all__ = [
     "DEMO",
     "Adapter",
+    "AttentionBackend",
     "ChatTemplate",
     "DecoderParams",
     "LayerParams",

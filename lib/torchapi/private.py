@@ -380,6 +380,13 @@ def changes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(map(_version_of, tensors))
 
 
+def counted_changes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The number of in-place changes to each of these tensors, as `changes_of` has it; empty where torch counts none:
+    while it compiles, in a transform of torch.func, and for tensors that were made in inference mode."""
+    uncounted = torch.compiler.is_dynamo_compiling() or peek_interpreter_stack() is not None
+    return [] if uncounted or any(x.is_inference() for x in tensors) else list(map(_version_of, tensors))
+
+
 _version_of, _address_of = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 
 

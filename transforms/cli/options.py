@@ -308,10 +308,10 @@ class Plan(ModelOptions):
     them, whether it fits into memory, the best split of the layers, the best number of groups of requests that take
     turns, and a timeline. A stage's time is the bytes that it reads divided by the memory bandwidth."""
 
-    command, usage = "plan", "(--model DIR | --preset NAME) (--pp N [--tp N] | --gpus N) [options]"
+    command, usage = "plan", "(--model DIR | --preset NAME) [[--pp N] [--tp N] | --gpus N] [options]"
     summary = "predict a pipeline from a config.json"
 
-    pp: int | None = _general("pipeline stages", whole("N"))
+    pp: int | None = _general("pipeline stages (default 1)", whole("N"))
     tp: int = _general("tensor parallelism: GPUs that split each layer (default 1)", whole("N"), 1)
     gpus: int | None = _general("GPUs: try each --tp times --pp that uses all, and show the best", whole("N"))
     svg: str | None = _general("write a picture of the timeline, too", FILE)
@@ -340,10 +340,8 @@ class Plan(ModelOptions):
         return ("--tp", self.tp) if self.gpus is None else ("--gpus", self.gpus)
 
     def check(self) -> None:
-        """Refuse a plan without a split or a search for one, also."""
+        """Refuse a link between nodes where there is one node, also."""
         super().check()
-        if self.gpus is None and self.pp is None:
-            self.refuse("", "neither --pp nor --gpus", "--pp 2, or --gpus 8 to try each split")
         for name, given in (("--node-link", self.node_link), ("--node-latency", self.node_latency)):
             if given is not None and self.gpus_per_node is None:
                 self.refuse(f"{name} {given:g}", "one node", f"--gpus-per-node 8 with {name}, or neither")

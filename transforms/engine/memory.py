@@ -1,10 +1,14 @@
 """The memory of an engine: pages of the KV cache, and how many fit beside the graphs."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from weft.display.quantities import byte_size
+from weft.errors import RequestError
 from weft.stages.model import Model
 from weft.transforms.engine.steps.executor import Executor, estimate_all
 from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
@@ -41,6 +45,37 @@ def fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Ca
         return most
     num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
     return max(1, int(MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
+
+
+def check_room(device: torch.device, num_pages: int, page_bytes: int, least: Callable[[int], int]) -> None:
+    """Refuse a number of pages that does not fit into memory, before any rank allocates them.
+
+    Args:
+        least: the least on any rank of a number that each has of its own.
+
+    Raises:
+        RequestError: there is less free memory than the pages take.
+    """
+    free = available_bytes(device)
+    here = num_pages if free is None else min(num_pages, free // page_bytes)
+    if (fitting := least(here)) < num_pages:
+        room = f"another rank with room for {fitting}" if fitting < here else f"{byte_size(free or 0)} free on {device}"
+        seen = f"pages of {byte_size(num_pages * page_bytes)}, {byte_size(page_bytes)} each, and {room}"
+        instead = f"num_pages={max(fitting, 1)} or fewer; None: as many as fit beside the graphs"
+        raise RequestError(f"weft.EngineLimits(num_pages={num_pages})", seen, instead)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """The memory that pages can take: on a GPU what is free, and what torch holds for nothing at the moment; on a CPU
+    what Linux can give, swap included. None: not known."""
+    if device.type == "cuda":
+        return (free_bytes(device) or 0) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    sizes = re.findall(r"^(?:MemAvailable|SwapFree):\s+(\d+) kB$", text, re.MULTILINE)
+    return 1024 * sum(map(int, sizes)) if sizes else None
 
 
 def free_bytes(device: torch.device) -> int | None:

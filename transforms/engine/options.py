@@ -17,7 +17,7 @@ from weft.stages.drafters.drafting import Drafter, drafted, model_drafter, ngram
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.state import Drafting, State
-from weft.transforms.engine.memory import empty_pages, fitting_pages, page_bytes, reserved_bytes
+from weft.transforms.engine.memory import check_room, empty_pages, fitting_pages, page_bytes, reserved_bytes
 from weft.transforms.engine.requests.host_state import Budget, tokens_rule
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.steps.classes import captured_tokens, has_small_layers
@@ -272,7 +272,7 @@ class EngineLimits:
 
         Raises:
             ProgramError: pages of a size for which the model's attention has no kernels.
-            RequestError: no room for a request.
+            RequestError: no room for a request, or for the pages.
         """
         model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
         length = min(model.config.max_position_embeddings, self.max_model_len or _MAX_CONTEXT)
@@ -285,8 +285,6 @@ class EngineLimits:
         budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation))
         most = max_pages * self.max_num_reqs
         small = ResolvedLimits(budget, 1, self.page_size, speculation, self.max_step_seconds)
-        if self.num_pages is not None:
-            return attrs.evolve(small, num_pages=transport.share(self.num_pages))
         here = split.layouts(model)
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
         page = page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
@@ -295,6 +293,10 @@ class EngineLimits:
             page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
         if here[-1].last:
             page += sum(page_bytes(own, own.config.num_layers, self.page_size) for own in beside.values())
+        if self.num_pages is not None:
+            given = transport.share(self.num_pages)
+            check_room(model.device, given, page, lambda here: min(transport.collect(here)))
+            return attrs.evolve(small, num_pages=given)
         fitting = fitting_pages(model.device, page, most, lambda: reserved_bytes(executor and executor(small)))
         return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 

@@ -9,14 +9,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import Rule, check_values
+from weft.arguments.checks import Rule, check_values, other_signature
 from weft.descriptor import CAPABILITIES
+from weft.display.quantities import counted
 from weft.errors import DeviceError, ProgramError
 from weft.ops.attention import flashinfer
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import FLOATS, operator
-from weft.torchapi.private import storage_id
+from weft.torchapi.private import counted_changes, storage_id
 from weft.trees import OF_THIS_PROCESS
 
 
@@ -34,7 +35,13 @@ _RULES: dict[str, Rule] = {
     "head_dims": (_are(int), "a tuple of sizes, such as (64, 128); (): any"),
     "kv_dtypes": (_are(torch.dtype), "a tuple of dtypes, such as (torch.float8_e4m3fn,); (): only that of q"),
     "page_sizes": (_are(int), "a tuple of sizes, such as (16, 32); (): any"),
+    "windows": (bool, "True or False"),
+    "batch_invariant": (bool, "True or False"),
+    "missing": (callable, "a function of a device, which returns what it lacks in words, or an empty text"),
 }
+_READ = "kv_pages", "slot_mapping", "block_table", "query_start_loc", "seq_lens"
+"""The tensors that `attend` only reads: the layers after it read them, too."""
+_TAKEN = "q", *_READ, "max_query_len", "scale", "window"
 
 
 def _lacks_nothing(device: torch.device) -> str:
@@ -54,7 +61,7 @@ class AttentionBackend:
         attend: `(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window)`,
             which returns `[T, H, D]`: the arguments of `paged_attention` without `k` and `v`, which are in the pages.
             In a graph it may not read values on the host; what does so is of capability `piecewise`.
-            It writes to none of its arguments.
+            It writes to none of its arguments but `q`: a write that torch counts is an error in the step.
         plan: a function of the same arguments. Its result is computed once per step, by the first layer, and passed to
             `attend` as the last argument. It reads no values of `q` and `kv_pages`. Where `attend` runs inside a graph,
             so does `plan`; between graphs both may read values on the host.
@@ -68,7 +75,7 @@ class AttentionBackend:
         missing: what a device lacks to run it, in words: a package, or a newer GPU. Empty: nothing.
 
     Raises:
-        ProgramError: one of these is something else.
+        ProgramError: one of these is something else, or a function of other arguments.
     """
 
     name: str
@@ -88,6 +95,11 @@ class AttentionBackend:
     def __attrs_post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _RULES}
         check_values(f"AttentionBackend({self.name!r}, ...)", _RULES, given, ProgramError)
+        last = () if self.plan is None else ("plan",)
+        for name, taken in (("attend", (*_TAKEN, *last)), ("plan", _TAKEN), ("missing", ("device",))):
+            if (seen := other_signature(getattr(self, name), len(taken))) is not None:
+                call = f"AttentionBackend({self.name!r}, {name}={seen.partition('(')[0]}, ...)"
+                raise ProgramError(call, seen, f"a function of {counted(len(taken), 'argument')}: ({', '.join(taken)})")
         _BY_HANDLE[self.handle] = self
 
     def __reduce__(self) -> Any:
@@ -155,6 +167,24 @@ class AttentionBackend:
         """Whether it is `weft::paged_attention` itself, at which graphs in pieces are cut."""
         return self.attend is _by_operator
 
+    def _attended(self, q: Tensor, *rest: Any) -> Tensor:
+        """The result of `attend`.
+
+        Raises:
+            ProgramError: it wrote to an argument that other layers read.
+        """
+        if BACKENDS.get(self.name) is self:
+            return self.attend(q, *rest)
+        before = counted_changes(read := rest[: len(_READ)])
+        out = self.attend(q, *rest)
+        after = before and counted_changes(read)
+        if before != after:
+            written = [name for name, x, y in zip(_READ, before, after, strict=True) if x != y]
+            call, seen = f"AttentionBackend({self.name!r}, ...)", f"an attend that wrote to {' and '.join(written)}"
+            instead = f"writes to a copy, {written[0]}.clone(): the other layers of the step read the same memory"
+            raise ProgramError(call, seen, instead)
+        return out
+
     def __call__(
         self, query_len: int | None, q: Tensor, kv_pages: Tensor, *where: Any, plans: dict[Any, Any] | None = None
     ) -> Tensor:
@@ -169,10 +199,10 @@ class AttentionBackend:
         key = self.handle, q.shape, kv_pages.shape, *where[4:]
         if self.runs_inside(query_len):
             if self.plan is None:
-                return self.attend(q, kv_pages, *where)
+                return self._attended(q, kv_pages, *where)
             if key not in plans:
                 plans[key] = self.plan(q, kv_pages, *where)
-            return self.attend(q, kv_pages, *where, plans[key])
+            return self._attended(q, kv_pages, *where, plans[key])
         slots, table, starts, lengths, longest, scale, window = where
         begins = key not in plans
         plans[key] = None  # it is made when the operator runs
@@ -228,7 +258,7 @@ def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
         if begins or key not in _PLANS.made or _PLANS.made[key][0] != memory:
             _PLANS.made[key] = memory, backend.plan(q, kv_pages, *where)
         plan = [_PLANS.made[key][1]]
-    out = backend.attend(q, kv_pages, *where, *plan)
+    out = backend._attended(q, kv_pages, *where, *plan)
     return out.clone() if _shares(out, q, kv_pages, *where) else out  # an operator's result is new memory
 
 

@@ -3,6 +3,7 @@
 import pickle
 import warnings
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,6 +157,79 @@ def test_what_is_refused(model: Model) -> None:
         AttentionBackend("odd", planned, capability="sometimes")
     assert load(DEMO, "cpu", attention="reference").functions == model.functions
     assert load(DEMO, "cpu", attention="torch").functions.attend is TORCH
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("windows", "no", "True or False"),
+        ("batch_invariant", 1, "True or False"),
+        ("missing", "a newer GPU", "a function of a device, which returns"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(field: str, value: Any, instead: str) -> None:
+    with pytest.raises(ProgramError, match=rf"AttentionBackend\('odd', \.\.\.\)\n  saw: {field}.*\n.*{instead}"):
+        AttentionBackend("odd", planned, **{field: value})
+
+
+def three(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q
+
+
+def nine(q: Any, kv_pages: Any, slots: Any, table: Any, starts: Any, lengths: Any, longest: Any, a: Any, b: Any) -> Any:
+    return q
+
+
+def test_functions_of_other_arguments_are_refused_when_the_back_end_is_made() -> None:
+    taken = r"\(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window"
+    for field, functions, instead in (
+        ("attend", {"attend": three}, rf"9 arguments: {taken}\)"),
+        ("attend", {"attend": nine, "plan": nine}, rf"10 arguments: {taken}, plan\)"),
+        ("plan", {"attend": planned, "plan": three}, rf"9 arguments: {taken}\)"),
+        ("missing", {"attend": nine, "missing": lambda: ""}, r"1 argument: \(device\)"),
+    ):
+        own: dict[str, Any] = functions
+        with pytest.raises(ProgramError, match=rf"AttentionBackend\('odd', {field}=(.|\n)*a function of {instead}"):
+            AttentionBackend("odd", **own)
+    AttentionBackend("plain", nine)
+    AttentionBackend("bound", partial(nine))
+    AttentionBackend("without a signature", max)  # a built-in function of any arguments
+
+
+READ = ("kv_pages", "slot_mapping", "block_table", "query_start_loc", "seq_lens")
+
+
+@pytest.mark.filterwarnings("ignore::weft.errors.LoweredModeWarning")
+@pytest.mark.parametrize("capability", ["none", "piecewise", "full"])
+def test_a_write_to_what_other_layers_read_is_an_error(model: Model, capability: str) -> None:
+    def writes(place: int, *args: Any) -> Tensor:
+        out = TORCH.attend(*args)
+        args[place].add_(0)
+        return out
+
+    for mode in ("none", "piecewise", "full_and_piecewise"):
+        for place, name in enumerate(READ, 1):
+            own = AttentionBackend("writer", partial(writes, place), capability=capability)
+            seen = rf"'writer'(.|\n)*wrote to {name}\n|writes to batch\.{name} .*, which it does not own"
+            with pytest.raises((ProgramError, CaptureError), match=seen):
+                generate(model.with_stages(attend=own), PROMPTS, max_tokens=2, graph=mode)
+
+
+def test_writes_are_not_counted_where_torch_counts_none(model: Model) -> None:
+    own, expected = model.with_stages(attend=AttentionBackend("mine", TORCH.attend)), tokens(model)
+    with torch.inference_mode():
+        assert tokens(own, graph="none") == tokens(own) == expected
+    q, k, v, pages, *where = draw_case(FIXED[0]).args
+    weft.ops.attention.paged.paged_attention(q, k, v, pages, *where)
+    mine = AttentionBackend("mine", TORCH.attend)
+
+    def call(q: Tensor) -> Tensor:
+        return mine(None, q, pages, *where)
+
+    whole = TORCH.attend(q, pages, *where)
+    torch.testing.assert_close(torch.vmap(call)(torch.stack((q, q))), torch.stack((whole, whole)))
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(q), whole)
+    assert torch.func.grad(lambda q: call(q).sum())(q.float()).shape == q.shape
 
 
 def test_a_batch_invariant_model_refuses_attention_that_is_not() -> None:

@@ -37,6 +37,11 @@ def predicted(run: Weft, folder: str, *more: str) -> Any:
     return json.loads(out)
 
 
+def test_one_stage_is_predicted_unless_another_number_is_given(run: Weft, folder: str) -> None:
+    assert predicted(run, folder) == predicted(run, folder, "--pp", "1")
+    assert predicted(run, folder, "--tp", "2")["wanted"]["shards"] == 2
+
+
 def test_the_bytes_are_those_of_the_shapes(run: Weft, folder: str) -> None:
     found = predicted(run, folder, "--pp", "2")["model"]
     assert found["bytes"] == {"layer": LAYER, "head": HEAD, "embedding": ROW, "kv": KV, "message": ROW}

@@ -12,7 +12,6 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("error: weft plan --pp 9\n", "saw: 8 layers for 9 stages", "instead: use 1 to 8 stages"),
     ),
     "no stage": (("--pp", "0"), ("argument --pp: '0': write a whole number from 1",)),
-    "no stages said": ((), ("saw: neither --pp nor --gpus", "instead: --pp 2, or --gpus 8 to try each split")),
     "a split and a search": (
         ("--pp", "2", "--gpus", "4"),
         ("error: weft plan --pp 2", "--gpus, with which --pp has no effect", "leave out --pp, or --gpus"),

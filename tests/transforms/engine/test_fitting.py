@@ -1,5 +1,7 @@
 """Pages and graphs fit into memory: pages leave room for the graphs that will be captured."""
 
+import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from weft.errors import RequestError
 from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
@@ -112,6 +115,32 @@ def test_where_memory_is_plenty_or_pages_are_given_nothing_is_estimated(memory: 
     given = memory(1)
     assert Engine(long_model(), attrs.evolve(LIMITS, num_pages=7), graph="full").limits.num_pages == 7
     assert given.asked == 0
+
+
+def test_more_pages_than_memory_has_room_for_are_refused() -> None:
+    given = 10**9
+    with pytest.raises(RequestError, match=rf"EngineLimits\(num_pages={given}\)\n  saw: pages of \d+ GB") as caught:
+        Engine(long_model(), attrs.evolve(LIMITS, num_pages=given, page_size=4096))
+    assert re.search(r" GB, 393 kB each, and [\d.]+ GB free on cpu$", caught.value.seen)
+    found = re.fullmatch(r"num_pages=(\d+) or fewer; None: as many as fit beside the graphs", caught.value.instead)
+    assert found is not None
+    assert 1 < int(found[1]) < given
+
+
+def test_pages_are_refused_on_every_rank_where_one_has_no_room_for_them() -> None:
+    class Two(Threads):
+        def collect(self, value: Any) -> list[Any]:
+            return [value, min(value, 5)]
+
+    for given in (5, 6):
+        limits = attrs.evolve(LIMITS, num_pages=given)
+        with contextlib.nullcontext() if given == 5 else pytest.raises(RequestError, match="rank with room for 5"):
+            Engine(long_model(), limits, pipeline=2, graph="none", transport=Two())
+
+
+def test_memory_that_is_not_known_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_memory, "available_bytes", lambda _: None)
+    assert Engine(long_model(), attrs.evolve(LIMITS, num_pages=7), graph="none").limits.num_pages == 7
 
 
 def test_without_graphs_the_tables_alone_are_beside_the_pages(memory: Callable[[int], Memory]) -> None:
