@@ -21,21 +21,21 @@ Two pictures and a table, made from the records in `proofs/results/` by
 `python -m weft.proofs.measured`; tests compare them.
 
 - **build**: when the run began (UTC). Most records do not name weft's commit. Figures of different builds do not
-  compare.
+  compare; of rows that differ in their date alone, the last is of the newest build.
 - **machine**: GPUs are NVIDIA H200, if no other is named, with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the
-  CPU takes longer to prepare a step of a small model than the GPU takes to run it.
+  CPU takes longer to prepare a step of a small model than the GPU takes to run it. With *both in use* another model was
+  measured on the second GPU, which slows the host: there vLLM had 402 tokens/s at one request of Qwen3-0.6B, alone 493.
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU, and made their passes in
   turn, with random weights of one distribution. vLLM ran without DeepGEMM, and Qwen3-30B-A3B once more, on another
-  machine and in two rounds, with DeepGEMM for the FP8 layers that are not experts, its own warm-up skipped. Of DeepGEMM
-  for experts too there are an earlier run's decodes, prompts and one request, with vLLM's dummy weights: slower except
-  for one request. Small models are bound by the host there, in weft and in vLLM. Ratios below 1 are rows too.
+  machine and in two rounds, with DeepGEMM for the FP8 layers that are not experts, its own warm-up skipped; with
+  DeepGEMM for experts too vLLM was slower in an earlier run, but for one request. Ratios below 1 are rows too.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 
 To measure a model of your own beside vLLM: `python -m weft.proofs.bench.turns --python PYTHON --models FOLDER --out
-RECORDS`, where PYTHON has vLLM, and FOLDER needs only a `config.json`.
+RECORDS`, where PYTHON has vLLM, and FOLDER needs only a `config.json`; `--workloads long uneven` has long prompts.
 
 Each command to repeat a measurement is a module of `proofs/bench/` (`python -m weft.proofs.bench.serving --help`);
 `proofs/bench/NOTES.md` says what was learned. Decode steps by number of requests and by context, as curves:
@@ -108,9 +108,9 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
     """vLLM and weft alive on one GPU, pass by pass in turn."""
-    names = "vllm-two-more vllm vllm-deep-gemm shared-contexts"
-    records = [(read(f"h200-{name}"), "1 GPU") for name in names.split()]
-    records.append((read("h100-varied-and-sampled"), "1 H100, slow host"))
+    records = [(read(f"h200-{name}"), "1 GPU") for name in ("vllm-two-more", "vllm", "vllm-deep-gemm")]
+    records += [(read("h200-shared-contexts"), "1 of 2 GPUs, both in use")]
+    records += [(read("h100-varied-and-sampled"), "1 H100, slow host")]
     for record, machine, run in [(*one, run) for one in records for run in one[0].data["runs"] if "vllm" in run]:
         variables = run["vllm"]["variables"]
         with_library = " with DeepGEMM" * (variables["VLLM_USE_DEEP_GEMM"] == "1")
