@@ -122,7 +122,7 @@ def attend_block(
         acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
         store_heads(acc.to(q.dtype.element_ty).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE)
     else:
-        at = (place * KV_HEADS + kv_head) * ROWS + row
+        at = (tl.cast(place, tl.int64) * KV_HEADS + kv_head) * ROWS + row
         tl.store(maxima + at, m, mask=live)
         tl.store(sums + at, s, mask=live)
         tl.store(shares + (at * DIM)[:, None] + dim[None, :], acc, mask=mask)

@@ -16,10 +16,12 @@ _FIXED_TILE = 64, 4, 2
 
 _MOST_REGISTERS = 128
 """The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which has 65,536. With
-128 rows and heads of 128, accumulators take half of them."""
+128 rows and heads of 128, accumulators take half of them; where contexts are shared that leaves too few."""
 _WARPS = 16
-"""The warps of a multiprocessor among which decodes are shared, so that each has 128 registers a thread; half of them
-where the cache is in FP8."""
+"""The warps of a multiprocessor among which decodes are shared, enough for 128 registers a thread; half of them where
+the cache is in FP8, whose programs take 255."""
+_MOST_COUNTED = 1024
+"""The most requests whose contexts are cut into parts: each program has the lengths of all in registers."""
 _MOST_SPLITS = 64
 """The most splits of a request, whose results are combined at once."""
 _FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
@@ -79,7 +81,7 @@ class Launch:
 
     @property
     def places(self) -> int:
-        """The room for shares, in programs' results."""
+        """The room for shares, in programs' results; batch-invariant launches have that of all segments instead."""
         return max(self.programs, 2 * self.parts)
 
 
@@ -125,11 +127,11 @@ def plan_launch(
         splits = max(1, min(places // num_reqs, tiles, _MOST_SPLITS)) if few else 1
         splits = 1 << splits.bit_length() - 1
         if not batch_invariant and (max_context > _LONG or splits > 1):
-            parts = min(places, num_reqs * tiles) if few else num_reqs  # so that no program is idle in either way
-            parts = parts if min(parts, num_reqs, tiles) > 1 else 0
+            parts = min(places, num_reqs * tiles) if few else num_reqs  # more would idle where contexts are about equal
+            parts = parts if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED else 0
     slack = _FEW_SLACK if few else _SLACK
     small = rows == 16 and splits + parts > 1 and warps == 4 and kv_itemsize == 2
-    fits = (warps == 8 or small) and itemsize == 2 and rows * dims <= _PROMPT_ROWS * 128
+    fits = (warps == 8 or small) and itemsize == 2 and rows * dims * (1 + (splits + parts > 1)) <= _PROMPT_ROWS * 128
     registers = _MOST_REGISTERS if fits else None
     sharing = max(blocks * splits, parts), splits, parts, slack
     return Launch(rows, queries, keys, dims, one_block, *sharing, warps, stages, registers, segments)

@@ -95,7 +95,7 @@ def combine_kernel(
     seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + num_reqs)
     if SPLITS > 1 and SEGMENTS == 0:
         share = tl.arange(0, SPLITS)
-        at = ((request * SPLITS + share) * KV_HEADS + kv_head) * ROWS + row
+        at = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + kv_head) * ROWS + row
         m_even, s_even, shares_even = _load_shares(shares, maxima, sums, at, share < SPLITS, dim, DIM)
     inside = start + query < end
     token = (start + query).to(tl.int64)
@@ -125,7 +125,7 @@ def combine_kernel(
             elif PARTS:
                 for base in range(first, last + 1, _SHARES):
                     part = base + tl.arange(0, _SHARES)
-                    place = (place_of(part, part == first) * KV_HEADS + kv_head) * ROWS + row
+                    place = (tl.cast(place_of(part, part == first), tl.int64) * KV_HEADS + kv_head) * ROWS + row
                     m_own, s_own, shares_own = _load_shares(shares, maxima, sums, place, part <= last, dim, DIM)
                     m, total, result = _add_shares(m, total, result, m_own, s_own, shares_own)
         result = result / tl.where(total == 0, 1.0, total)[:, None]

@@ -134,7 +134,7 @@ def attend_kernel(
 ):
     """Attend with QUERIES queries of one request, and the heads of one key head, to its context, or, with SPLITS > 1 or
     PARTS, to a share of it, or of those of several requests in turn (`weft.ops.attention.shares_triton`); `spans` then
-    has each request's first program and its last, and whether these are its splits.
+    has the first program of each request that has a tile, its last, and whether these are its splits.
 
     `scale` is positive, and includes log2(e), since powers are of 2. `combine_kernel` reads the `shares` of requests
     that several programs attend to. Rows of padding are not read; in the output they are zeroed.

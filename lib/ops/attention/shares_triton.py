@@ -38,8 +38,8 @@ def count_all(
     SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The tiles of each request `[BLOCK_R]`, of all, at least 1, and whether each request has SPLITS programs: where
-    the largest share would have at most `slack` eighths of a part and 192 positions more, which is what parts cost
-    beside it."""
+    the largest share would have at most `slack` eighths of a part, and the tiles of 192 positions more, which is what
+    parts cost beside it."""
     _, tiles = count_tiles(tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
     total = tl.maximum(tl.sum(tiles, axis=0), 1)
     largest = tl.cdiv(tl.max(tiles, axis=0), SPLITS) - 192 // UNIT
