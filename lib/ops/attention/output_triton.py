@@ -73,66 +73,70 @@ def combine_kernel(
     UNIT: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
+    EACH: tl.constexpr,
     QUANTIZE: tl.constexpr,
     TYPE: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum. The result of
-    a request in one share is there already. The zeros of requests without a tile, and of the tokens after the last
-    request, are written here.
+    """Combine the shares of one query and EACH heads, one after the other: the weighted mean, by sums scaled to the
+    largest maximum. The result of a request in one share is there already. The zeros of requests without a tile, and of
+    the tokens after the last request, are written here.
 
     With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other, also those of one program.
     """
     begin(at_once)
-    request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, query, first_head = tl.program_id(0), tl.program_id(1), tl.program_id(2) * EACH
     step, num_reqs = tl.num_programs(0) * tl.num_programs(1), tl.num_programs(0)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head, row, dim = head // GROUP, query * GROUP + head % GROUP, tl.arange(0, DIMS)
+    dim = tl.arange(0, DIMS)
     # All that does not depend on another value is asked for before any of it is waited for.
     first, last, even = tl.load(spans + 4 * request), tl.load(spans + 4 * request + 1), tl.load(spans + 4 * request + 2)
     start, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
     seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + num_reqs)
-    if SPLITS > 1 and SEGMENTS == 0:
+    if SPLITS > 1 and SEGMENTS == 0:  # EACH is 1
         share = tl.arange(0, SPLITS)
-        at = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + kv_head) * ROWS + row
-        m_even, s_even, shares_even = _load_shares(shares, maxima, sums, at, share < SPLITS, dim, DIM)
+        place = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + first_head // GROUP) * ROWS
+        place += query * GROUP + first_head % GROUP
+        m_even, s_even, shares_even = _load_shares(shares, maxima, sums, place, share < SPLITS, dim, DIM)
     inside = start + query < end
     token = (start + query).to(tl.int64)
     slot = tl.load(slot_mapping + token, mask=inside, other=-1)
     _, own = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
-    cell = token * HEADS + head + tl.arange(0, 1)
     live = inside & (seq_len > 0) & (slot >= 0)
-    release()
-    m = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    result = tl.zeros([1, DIMS], tl.float32)
     shared = (own > 0) & ((last > first) | (SEGMENTS > 0))  # a request without a tile has no span
-    if live & shared:
-        if SEGMENTS > 0:
-            position = seq_len - end + token
-            oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
-            for segment in range(oldest // UNIT, position // UNIT + 1):
-                at = cell * SEGMENTS + segment
-                values = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-                m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), values)
-        else:
-            if even:
-                if SPLITS > 1:
-                    there = first + share <= last
-                    m_even = tl.where(there, m_even, float("-inf"))
-                    m, total, result = _add_shares(m, total, result, m_even, s_even, shares_even)
-            elif PARTS:
-                for base in range(first, last + 1, _SHARES):
-                    part = base + tl.arange(0, _SHARES)
-                    place = (tl.cast(place_of(part, part == first), tl.int64) * KV_HEADS + kv_head) * ROWS + row
-                    m_own, s_own, shares_own = _load_shares(shares, maxima, sums, place, part <= last, dim, DIM)
-                    m, total, result = _add_shares(m, total, result, m_own, s_own, shares_own)
-        result = result / tl.where(total == 0, 1.0, total)[:, None]
-    if inside & (shared | (own <= 0)):
-        store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
     padding = total_tokens + request * tl.num_programs(1) + query
-    zero_tokens(out, scales, padding, num_tokens, step, head, HEADS, 1, 1, DIM, DIMS, QUANTIZE)
+    release()
+    for other in range(EACH):
+        head = first_head + other
+        cell = token * HEADS + head + tl.arange(0, 1)
+        m = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        result = tl.zeros([1, DIMS], tl.float32)
+        if live & shared:
+            if SEGMENTS > 0:
+                position = seq_len - end + token
+                oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
+                for segment in range(oldest // UNIT, position // UNIT + 1):
+                    at = cell * SEGMENTS + segment
+                    values = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+                    m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), values)
+            else:
+                if even:
+                    if SPLITS > 1:
+                        m_own = tl.where(first + share <= last, m_even, float("-inf"))
+                        m, total, result = _add_shares(m, total, result, m_own, s_even, shares_even)
+                elif PARTS:
+                    for base in range(first, last + 1, _SHARES):
+                        part = base + tl.arange(0, _SHARES)
+                        at = (tl.cast(place_of(part, part == first), tl.int64) * KV_HEADS + head // GROUP) * ROWS
+                        at += query * GROUP + head % GROUP
+                        m_part, s_part, shares_part = _load_shares(shares, maxima, sums, at, part <= last, dim, DIM)
+                        m, total, result = _add_shares(m, total, result, m_part, s_part, shares_part)
+            result = result / tl.where(total == 0, 1.0, total)[:, None]
+        if inside & (shared | (own <= 0)):
+            store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
+        zero_tokens(out, scales, padding, num_tokens, step, head, HEADS, 1, 1, DIM, DIMS, QUANTIZE)
 
 
 @triton.jit

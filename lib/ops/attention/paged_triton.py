@@ -372,7 +372,9 @@ def _launch_attend(
         **early(q),
     )
     if plan.shared:
-        combine_kernel[(requests, max_query_len, heads)](
+        # With one split most programs find nothing to do, and more of them begin later.
+        each = 1 if plan.splits > 1 else group
+        combine_kernel[(requests, max_query_len, heads // each)](
             shares,
             maxima,
             sums,
@@ -392,6 +394,7 @@ def _launch_attend(
             UNIT=segment or plan.keys,
             SPLITS=plan.splits,
             PARTS=plan.parts > 0,
+            EACH=each,
             num_warps=max(1, max(16, plan.splits) * plan.dims // 4096),  # few: larger programs begin later
             QUANTIZE=quantized,
             TYPE=TRITON_DTYPES[q.dtype],
