@@ -209,6 +209,6 @@ FIXED = [
     Shape(RAGGED, tail=3, kv_dtype=torch.float8_e4m3fn),
     Shape((*DECODE, Request(0, 1, padded=True)), page_size=16, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn),
     Shape((Request(4, 2), Request(0, 1, padded=True), Request(1100, 3), Request(30, 1)), tail=1, window=900),
-    Shape((*(Request(past, 1) for past in range(6)), Request(2100, 1), *DECODE), kv_heads=1, page_size=16),
+    Shape((*(Request(past, 1) for past in range(6)), Request(2100, 1), *DECODE), page_size=16),
     Shape((Request(700, 1), Request(150, 1), Request(90, 1)), kv_heads=1, page_size=16),
 ]
