@@ -27,7 +27,7 @@ from torch import Tensor
 from weft.ops.attention.block_triton import attend_block
 from weft.ops.attention.launch import SEGMENT, plan_launch
 from weft.ops.attention.output_triton import combine_kernel, zero_tokens
-from weft.ops.attention.shares_triton import count_all, count_tiles, first_of, part_of, place_of, split_of
+from weft.ops.attention.shares_triton import count_tiles, part_of, place_of, requests_of, split_of
 from weft.ops.kernel_triton import at_once, begin, early, kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8
@@ -147,30 +147,22 @@ def attend_kernel(
     SHARED: tl.constexpr = SPLITS > 1 or PARTS
     if SHARED:
         UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
-        first_request, number, even = index // SPLITS, 1, True
-        total, begin_at, end_at, before = 1, 0, 0, 0
+        first_request, number, even, total, begin_at, end_at, before = index // SPLITS, 1, True, 1, 0, 0, 0
         if PARTS:
-            number = tl.where(first_request < num_reqs, 1, 0)
-            tiles, total, even = count_all(
-                query_start_loc, seq_lens, num_reqs, parts, slack, SPLITS, UNIT, WINDOW, BLOCK_R
+            first_request, number, even, total, begin_at, end_at, before = requests_of(
+                index, query_start_loc, seq_lens, num_reqs, parts, slack, SPLITS, UNIT, WINDOW, BLOCK_R
             )
-            if not even:
-                ends = tl.cumsum(tiles, axis=0)
-                begin_at, end_at = first_of(index, total, parts), first_of(index + 1, total, parts)
-                before = tl.sum(tl.where(ends <= begin_at, tiles, 0), axis=0)
-                first_request = tl.sum((ends <= begin_at).to(tl.int32), axis=0)
-                number = tl.minimum(tl.sum((ends < end_at).to(tl.int32), axis=0) + 1, num_reqs) - first_request
         # What one request's stores need is not worked out, and kept in registers, before the loop over all.
         for following in tl.range(number, disable_licm=True):
             request = first_request + following
             first_tile, count = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
             lo, hi = split_of(index % SPLITS, count, SPLITS)
             place, last = index, index + tl.minimum(count, SPLITS) - 1
-            if PARTS:  # noqa: SIM102 - which is known when this is compiled
+            if PARTS:
+                earlier, before = before, before + count
                 if not even:
-                    lo, hi = tl.maximum(begin_at - before, 0), tl.minimum(end_at - before, count)
-                    place, last = place_of(index, lo == 0), part_of(before + count - 1, total, parts)
-                    before += count
+                    lo, hi = tl.maximum(begin_at - earlier, 0), tl.minimum(end_at - earlier, count)
+                    place, last = place_of(index, lo == 0), part_of(earlier + count - 1, total, parts)
             if hi > lo:
                 start = tl.load(query_start_loc + request)
                 query_len = tl.load(query_start_loc + request + 1) - start
@@ -202,7 +194,6 @@ def attend_kernel(
             block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
             if block < 0:
                 return
-
         own, share = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
         FEW: tl.constexpr = 0 if ONE_BLOCK or SEGMENT else 16 // GROUP
         if FEW and query_len <= FEW:  # a decode among prompts
@@ -372,8 +363,7 @@ def _launch_attend(
         **early(q),
     )
     if plan.shared:
-        # With one split most programs find nothing to do, and more of them begin later.
-        each = 1 if plan.splits > 1 else group
+        each = 1 if plan.splits > 1 else group  # with one split most programs find nothing to do; more begin later
         combine_kernel[(requests, max_query_len, heads // each)](
             shares,
             maxima,

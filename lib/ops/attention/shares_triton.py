@@ -62,6 +62,25 @@ def first_of(part, total, parts):
 
 
 @triton.jit
+def requests_of(
+    index, query_start_loc, seq_lens, num_reqs, parts, slack,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """What program `index` attends to: its first request, their number, whether it has a split of one, and, if not, the
+    tiles of all requests, the first one of its part, the one after the last, and those before its first request."""
+    tiles, total, even = count_all(query_start_loc, seq_lens, num_reqs, parts, slack, SPLITS, UNIT, WINDOW, BLOCK_R)
+    first, begin_at, end_at, before = index // SPLITS, 0, 0, 0
+    number = tl.where(first < num_reqs, 1, 0)
+    if not even:
+        ends = tl.cumsum(tiles, axis=0)
+        begin_at, end_at = first_of(index, total, parts), first_of(index + 1, total, parts)
+        before = tl.sum(tl.where(ends <= begin_at, tiles, 0), axis=0)
+        first = tl.sum((ends <= begin_at).to(tl.int32), axis=0)
+        number = tl.minimum(tl.sum((ends < end_at).to(tl.int32), axis=0) + 1, num_reqs) - first
+    return first, number, even, total, begin_at, end_at, before
+
+
+@triton.jit
 def part_of(tile, total, parts):
     """The part that has a tile."""
     size, larger = total // parts, total % parts
