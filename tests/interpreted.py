@@ -1,9 +1,12 @@
-"""Import this first in a process that interprets kernels: it hides the driver, and lets triton 3.6 use numpy 2.4."""
+"""Import this first in a process that interprets kernels: it hides the driver, lets triton 3.6 use numpy 2.4, and
+refuses addresses outside of a kernel's arguments, which the interpreter reads and a GPU may not."""
 
 from typing import Any
 
 import no_driver  # noqa: F401
+import numpy as np
 import triton
+from torch import Tensor
 from triton.runtime import interpreter
 
 if triton.__version__.startswith("3.6."):  # https://github.com/triton-lang/triton/issues/9171
@@ -14,3 +17,64 @@ if triton.__version__.startswith("3.6."):  # https://github.com/triton-lang/trit
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor
+
+
+_BY_ADDRESS = "weft.ops.copying.copies_triton", "weft.ops.transfers.peer_exchange_triton"
+"""The modules whose kernels have tables of addresses."""
+
+
+class Ranges:
+    """The addresses of the arguments of the kernel that runs; all, if they are tables of addresses."""
+
+    def __init__(self) -> None:
+        self.starts = self.ends = np.zeros(0, np.uint64)
+
+    def of(self, arguments: list[Any]) -> None:
+        """Those of a kernel's arguments."""
+        storages = [x.untyped_storage() for x in arguments if isinstance(x, Tensor)]
+        ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages if one.nbytes()})
+        self.starts, self.ends = np.array(ranges, np.uint64).reshape(-1, 2).T
+
+    def check(self, kind: str, pointers: Any, mask: Any) -> None:
+        """Raise IndexError if an address that is not masked is outside."""
+        addresses = pointers.data[mask.data].astype(np.uint64)
+        if not len(self.starts) or not addresses.size:
+            return
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        index = np.searchsorted(self.starts, addresses, side="right") - 1
+        outside = (index < 0) | (addresses + np.uint64(size) > self.ends[index])
+        if outside.any():
+            raise IndexError(f"{kind} {outside.sum()} of {outside.size} addresses outside of the kernel's arguments")
+
+
+_ranges = Ranges()
+_to_host, _load, _store = (
+    interpreter.GridExecutor._init_args_hst,
+    interpreter.InterpreterBuilder.create_masked_load,
+    interpreter.InterpreterBuilder.create_masked_store,
+)
+
+
+def to_host(self: Any, arguments: Any, named: Any) -> Any:
+    """The arguments as the kernel gets them, whose ranges are kept."""
+    host = _to_host(self, arguments, named)
+    given = [getattr(one, "base", one) for one in (*host[0], *host[1].values())]  # the tensor of a descriptor
+    _ranges.of([] if self.fn.__module__ in _BY_ADDRESS else given)
+    return host
+
+
+def load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    """Load inside of the ranges."""
+    _ranges.check("loads", ptrs, mask)
+    return _load(self, ptrs, mask, *rest, **named)
+
+
+def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    """Store inside of the ranges."""
+    _ranges.check("stores", ptrs, mask)
+    return _store(self, ptrs, value, mask, *rest, **named)
+
+
+interpreter.GridExecutor._init_args_hst = to_host
+interpreter.InterpreterBuilder.create_masked_load = load
+interpreter.InterpreterBuilder.create_masked_store = store

@@ -192,7 +192,7 @@ FIXED = [
     Shape((*DECODE, Request(0, 1, padded=True), Request()), tail=2, group=7, dim=24, page_size=16),
     Shape((Request(90, 1),), kv_heads=1, group=1, page_size=2),
     Shape(tuple(Request(past, 1) for past in (5, 0, 1400, 64, 63, 130, 700)), kv_heads=1, group=2, page_size=16),
-    Shape((Request(662, 3), Request(0, 1, padded=True), Request(5, 3), Request(1100, 1)), kv_heads=1, window=600),
+    Shape((Request(662, 3), Request(5, 3), Request(1100, 1)), kv_heads=1, window=600),
     Shape((Request(90, 3), Request(2, 2)), kv_heads=1, group=2, dim=16, page_size=3),
     Shape(RAGGED, tail=3),
     Shape(RAGGED, group=1, dim=80, page_size=1),
@@ -211,4 +211,5 @@ FIXED = [
     Shape((Request(4, 2), Request(0, 1, padded=True), Request(1100, 3), Request(30, 1)), tail=1, window=900),
     Shape((*(Request(past, 1) for past in range(6)), Request(2100, 1), *DECODE), page_size=16),
     Shape((Request(700, 1), Request(150, 1), Request(90, 1)), kv_heads=1, page_size=16),
+    Shape((Request(60, 1), Request(2100, 1), Request(30, 2, 1), Request(0, 1, padded=True), Request(70, 40)), 2, 1, 2),
 ]

@@ -13,7 +13,54 @@ import triton
 import triton.language as tl
 
 from weft.ops.attention.output_triton import merge, store_heads
+from weft.ops.attention.shares_triton import count_tiles, part_of, place_of, requests_of, split_of
 from weft.ops.kernel_triton import release
+
+
+@triton.jit
+def attend_shares(
+    q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, out, shares, maxima, sums, spans, scales, index,
+    kv_head, num_reqs, parts, slack, spare, values, stride_q, stride_table, scale, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DIMS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr, BLOCK_R: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """`attend_kernel` for requests whose queries have ROWS rows or fewer: program `index` attends to one, or, with
+    SPLITS > 1 or PARTS, to a share of one or of several in turn (`weft.ops.attention.shares_triton`); `spans` then has
+    the first program of each request that has a tile, its last, and whether these are its splits."""
+    QUERIES: tl.constexpr = ROWS * KV_HEADS // HEADS
+    COMBINED: tl.constexpr = SPLITS > 1 or PARTS
+    UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
+    first_request, number, even, total, begin_at, end_at, before = index // SPLITS, 1, True, 1, 0, 0, 0
+    if PARTS:
+        first_request, number, even, total, begin_at, end_at, before = requests_of(
+            index, query_start_loc, seq_lens, num_reqs, parts, slack, spare, QUERIES, SPLITS, UNIT, WINDOW, BLOCK_R
+        )
+    # What one request's stores need is not worked out, and kept in registers, before the loop over all.
+    for following in tl.range(number, disable_licm=True):
+        request = first_request + following
+        first_tile, count = count_tiles(request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
+        lo, hi = split_of(index % SPLITS, count, SPLITS)
+        place, last = index, index + tl.minimum(count, SPLITS) - 1
+        if PARTS:
+            earlier, before = before, before + count
+            if not even:
+                lo, hi = tl.maximum(begin_at - earlier, 0), tl.minimum(end_at - earlier, count)
+                place, last = place_of(index, lo == 0), part_of(earlier + count - 1, total, parts)
+        if hi > lo:
+            start = tl.load(query_start_loc + request)
+            query_len = tl.load(query_start_loc + request + 1) - start
+            own = request, kv_head, start, query_len, tl.load(seq_lens + request)
+            share = first_tile + lo, first_tile + hi, hi - lo == count, place
+            if COMBINED and (lo == 0) & (kv_head == 0):
+                tl.store(spans + 4 * request, index)
+                tl.store(spans + 4 * request + 1, last)
+                tl.store(spans + 4 * request + 2, tl.cast(even, tl.int32))
+            attend_block(
+                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, 0, share, values,
+                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, True,
+                WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
+            )  # fmt: skip
 
 
 @triton.jit

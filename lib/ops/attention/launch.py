@@ -20,6 +20,8 @@ _MOST_REGISTERS = 128
 _WARPS = 16
 """The warps of a multiprocessor among which decodes are shared, enough for 128 registers a thread; half of them where
 the cache is in FP8, whose programs take 255."""
+_FEW_ROWS = 16
+"""The most rows of queries, among prompts, whose context is shared as in decodes: the least that a product has."""
 _MOST_COUNTED = 1024
 """The most requests whose contexts are cut into parts: each program has the lengths of all in registers."""
 _MOST_SPLITS = 64
@@ -27,6 +29,8 @@ _MOST_SPLITS = 64
 _FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
 """With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest share would have more
 than 9 eighths of a part; with more programs, which hide each other's waits, than 12 eighths."""
+_SPARE, _MIXED_SPARE = 192, 1024
+"""The positions of the largest share that take no longer than what parts cost; among prompts, no longer than these."""
 _LONG = 2048
 """The most positions in which a request is left to one program, however short the others are: it ends soon enough."""
 _FEW_INVARIANT_WAVES = 1
@@ -49,10 +53,13 @@ class Launch:
         dims: the head dimension, rounded up to a power of two.
         one_block: whether each request's queries fit in one program; then, unless contexts are shared, program r serves
             request r.
+        share_rows: rows of the programs that share contexts: all if one_block, else the first ones, for requests with
+            few queries, which may have a context each; 0: there are none.
         programs: for each key head.
         splits: programs that share a request's context where contexts are about equal, a power of two.
         parts: programs that share all contexts otherwise; 0: they are taken for equal.
-        slack: the eighths of a part that the largest share has if contexts are about equal.
+        slack: the eighths of a part that the largest share has, at most, if contexts are about equal.
+        spare: tiles of that share that do not count.
         warps: of a program.
         stages: of Triton's pipeline. A tile takes two in a decode, since its page is loaded before its keys.
         registers: the most of a thread; None: as many as it takes.
@@ -65,10 +72,12 @@ class Launch:
     keys: int
     dims: int
     one_block: bool
+    share_rows: int
     programs: int
     splits: int
     parts: int
     slack: int
+    spare: int
     warps: int
     stages: int
     registers: int | None
@@ -82,7 +91,7 @@ class Launch:
     @property
     def places(self) -> int:
         """The room for shares, in programs' results; batch-invariant launches have that of all segments instead."""
-        return max(self.programs, 2 * self.parts)
+        return max(self.programs if self.one_block else 0, 2 * self.parts)
 
 
 @functools.lru_cache(maxsize=1024)  # a call takes some 10 µs, and an eager step makes one a layer
@@ -126,14 +135,18 @@ def plan_launch(
     if one_block:
         splits = max(1, min(places // num_reqs, tiles, _MOST_SPLITS)) if few else 1
         splits = 1 << splits.bit_length() - 1
-        if not batch_invariant and (max_context > _LONG or splits > 1):
-            parts = min(places, num_reqs * tiles) if few else num_reqs  # more would idle where contexts are about equal
-            parts = parts if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED else 0
-    slack = _FEW_SLACK if few else _SLACK
-    small = rows == 16 and splits + parts > 1 and warps == 4 and kv_itemsize == 2
-    fits = (warps == 8 or small) and itemsize == 2 and rows * dims * (1 + (splits + parts > 1)) <= _PROMPT_ROWS * 128
+    share_rows = 0 if one_block or batch_invariant or group > _FEW_ROWS else _FEW_ROWS
+    if not batch_invariant and (one_block or share_rows) and (max_context > _LONG or splits > 1):
+        # In decodes of many programs, more would idle where contexts are about equal.
+        parts = min(places, num_reqs * tiles) if few or not one_block else num_reqs
+        parts = parts if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED else 0
+    slack, spare = _FEW_SLACK if few and one_block else _SLACK, (_SPARE if one_block else _MIXED_SPARE) // keys
+    shared = one_block and splits + parts > 1
+    small = rows == 16 and shared and warps == 4 and kv_itemsize == 2
+    fits = (warps == 8 or small) and itemsize == 2 and rows * dims * (1 + shared) <= _PROMPT_ROWS * 128
     registers = _MOST_REGISTERS if fits else None
-    sharing = max(blocks * splits, parts), splits, parts, slack
+    programs = max(blocks * splits, parts) if one_block else blocks + (max(num_reqs, parts) if share_rows else 0)
+    sharing = rows if shared else share_rows, programs, splits, parts, slack, spare
     return Launch(rows, queries, keys, dims, one_block, *sharing, warps, stages, registers, segments)
 
 

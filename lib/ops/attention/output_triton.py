@@ -6,15 +6,19 @@ Import this module only where triton is installed.
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from weft.ops.attention.launch import SEGMENT, Launch
 from weft.ops.attention.shares_triton import count_tiles, place_of
-from weft.ops.kernel_triton import begin, kernel, release
-from weft.ops.products.blocks_triton import quantize_rows
+from weft.ops.kernel_triton import at_once, begin, early, kernel, release
+from weft.ops.products.blocks_triton import TRITON_DTYPES, quantize_rows
+from weft.ops.tiles.tile import power_of_two
 
-_SHARES = tl.constexpr(16)
-"""Shares of parts that are combined at a time."""
+_MOST_VALUES, _MOST_AT_ONCE = 1024, 4096
+"""The most values that a program combines, and the most of shares that it asks for at a time."""
 
 
 @triton.jit
@@ -74,88 +78,127 @@ def combine_kernel(
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     EACH: tl.constexpr,
+    SHARES: tl.constexpr,
     QUANTIZE: tl.constexpr,
     TYPE: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Combine the shares of one query and EACH heads, one after the other: the weighted mean, by sums scaled to the
-    largest maximum. The result of a request in one share is there already. The zeros of requests without a tile, and of
-    the tokens after the last request, are written here.
+    """Combine the shares of a request and a key head, EACH rows and SHARES shares at a time: the weighted mean, by sums
+    scaled to the largest maximum. The result of a request in one share is there already. The zeros of requests without
+    a tile, and of num_tokens' tokens after the last request, are written here.
 
     With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other, also those of one program.
     """
     begin(at_once)
-    request, query, first_head = tl.program_id(0), tl.program_id(1), tl.program_id(2) * EACH
-    step, num_reqs = tl.num_programs(0) * tl.num_programs(1), tl.num_programs(0)
+    request, own_row, kv_head = tl.program_id(0), tl.program_id(1) * EACH, tl.program_id(2)
+    num_reqs, step = tl.num_programs(0), tl.num_programs(1) * EACH
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = ROWS // GROUP
     dim = tl.arange(0, DIMS)
     # All that does not depend on another value is asked for before any of it is waited for.
     first, last, even = tl.load(spans + 4 * request), tl.load(spans + 4 * request + 1), tl.load(spans + 4 * request + 2)
     start, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
     seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + num_reqs)
-    if SPLITS > 1 and SEGMENTS == 0:  # EACH is 1
-        share = tl.arange(0, SPLITS)
-        place = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + first_head // GROUP) * ROWS
-        place += query * GROUP + first_head % GROUP
-        m_even, s_even, shares_even = _load_shares(shares, maxima, sums, place, share < SPLITS, dim, DIM)
-    inside = start + query < end
-    token = (start + query).to(tl.int64)
-    slot = tl.load(slot_mapping + token, mask=inside, other=-1)
-    _, own = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
-    live = inside & (seq_len > 0) & (slot >= 0)
+    if SPLITS > 1 and SEGMENTS == 0:  # EACH is 1, and the step all rows
+        row, share = own_row + tl.arange(0, EACH), tl.arange(0, SPLITS)
+        place = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + kv_head) * ROWS
+        m_even, s_even, shares_even = _load_shares(shares, maxima, sums, place, share < SPLITS, row, dim, DIM)
+    query_len = tl.where(end - start <= QUERIES, end - start, 0)
+    _, own = count_tiles(request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
     shared = (own > 0) & ((last > first) | (SEGMENTS > 0))  # a request without a tile has no span
-    padding = total_tokens + request * tl.num_programs(1) + query
     release()
-    for other in range(EACH):
-        head = first_head + other
-        cell = token * HEADS + head + tl.arange(0, 1)
-        m = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        result = tl.zeros([1, DIMS], tl.float32)
-        if live & shared:
-            if SEGMENTS > 0:
-                position = seq_len - end + token
-                oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
-                for segment in range(oldest // UNIT, position // UNIT + 1):
-                    at = cell * SEGMENTS + segment
-                    values = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-                    m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), values)
-            else:
-                if even:
+    if shared | (own <= 0):
+        for first_row in range(own_row, query_len * GROUP, step):
+            row = first_row + tl.arange(0, EACH)
+            inside, token = row // GROUP < query_len, (start + row // GROUP).to(tl.int64)
+            live = inside & (tl.load(slot_mapping + token, mask=inside, other=-1) >= 0)
+            cell = token * HEADS + kv_head * GROUP + row % GROUP
+            m, total = tl.full([EACH], float("-inf"), tl.float32), tl.zeros([EACH], tl.float32)
+            result = tl.zeros([EACH, DIMS], tl.float32)
+            if shared:
+                if SEGMENTS > 0:
+                    tl.static_assert(EACH == 1)
+                    position = tl.max(tl.where(live, seq_len - end + token, -1), axis=0)
+                    oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
+                    for segment in range(oldest // UNIT, tl.cdiv(position + 1, UNIT)):
+                        at, mask = cell * SEGMENTS + segment, (dim < DIM)[None, :]
+                        values = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+                        m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), values)
+                elif even:
                     if SPLITS > 1:
-                        m_own = tl.where(first + share <= last, m_even, float("-inf"))
+                        m_own = tl.where((first + share <= last)[:, None], m_even, float("-inf"))
                         m, total, result = _add_shares(m, total, result, m_own, s_even, shares_even)
                 elif PARTS:
-                    for base in range(first, last + 1, _SHARES):
-                        part = base + tl.arange(0, _SHARES)
-                        at = (tl.cast(place_of(part, part == first), tl.int64) * KV_HEADS + head // GROUP) * ROWS
-                        at += query * GROUP + head % GROUP
-                        m_part, s_part, shares_part = _load_shares(shares, maxima, sums, at, part <= last, dim, DIM)
+                    for base in range(first, last + 1, SHARES):
+                        part = base + tl.arange(0, SHARES)
+                        at = (tl.cast(place_of(part, part == first), tl.int64) * KV_HEADS + kv_head) * ROWS
+                        m_part, s_part, shares_part = _load_shares(
+                            shares, maxima, sums, at, part <= last, row, dim, DIM
+                        )
                         m, total, result = _add_shares(m, total, result, m_part, s_part, shares_part)
-            result = result / tl.where(total == 0, 1.0, total)[:, None]
-        if inside & (shared | (own <= 0)):
-            store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
-        zero_tokens(out, scales, padding, num_tokens, step, head, HEADS, 1, 1, DIM, DIMS, QUANTIZE)
+                result = tl.where(live[:, None], result / tl.where(total == 0, 1.0, total)[:, None], 0.0)
+            store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE)
+    for first_row in range(own_row, GROUP, step):
+        padding, head = total_tokens + request, kv_head * GROUP + first_row
+        zero_tokens(
+            out, scales, padding, num_tokens, num_reqs, head, HEADS, GROUP - first_row, EACH, DIM, DIMS, QUANTIZE
+        )
 
 
 @triton.jit
-def _load_shares(shares, maxima, sums, at, there, dim, DIM: tl.constexpr):
-    """The maxima `[N]`, sums `[N]` and weighted values `[N, DIMS]` at places."""
-    mask = there[:, None] & (dim < DIM)[None, :]
+def _load_shares(shares, maxima, sums, place, there, row, dim, DIM: tl.constexpr):
+    """The maxima `[N, R]`, sums `[N, R]` and weighted values `[N, R, DIMS]` of rows of places."""
+    at, there = place[:, None] + row[None, :], there[:, None]
     m = tl.load(maxima + at, mask=there, other=float("-inf"))
     s = tl.load(sums + at, mask=there, other=0.0)
-    return m, s, tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+    mask = there[:, :, None] & (dim < DIM)[None, None, :]
+    return m, s, tl.load(shares + (at * DIM)[:, :, None] + dim[None, None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _add_shares(m, total, result, m_own, s_own, shares):
-    """The running maximum `[1]`, sum `[1]` and weighted values `[1, DIMS]` with those of shares, of which one with a
+    """The running maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` with those of shares, of which one with a
     maximum of -inf may hold anything."""
     top = tl.maximum(m, tl.max(m_own, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
-    weight, kept = tl.exp2(m_own - base), tl.exp2(m - base)
+    weight, kept = tl.exp2(m_own - base[None, :]), tl.exp2(m - base)
     has = weight > 0
     total = total * kept + tl.sum(tl.where(has, weight * s_own, 0.0), axis=0)
-    shares = tl.where(has[:, None], shares, 0.0)
-    return top, total, result * kept[:, None] + tl.sum(shares * weight[:, None], axis=0)[None, :]
+    shares = tl.where(has[:, :, None], shares, 0.0)
+    return top, total, result * kept[:, None] + tl.sum(shares * weight[:, :, None], axis=0)
+
+
+def combine(
+    plan: Launch, tensors: tuple[Tensor, ...], q: Tensor, kv_heads: int, max_query_len: int, window: int
+) -> None:
+    """Launch `combine_kernel` for queries `q` `[T, H, D]`; `tensors` are its first arguments, from shares to scales."""
+    (tokens, heads, dim), requests, out = q.shape, tensors[6].shape[0], tensors[7]
+    group = heads // kv_heads
+    # Where a request has one split most programs find nothing to do, and each one begins later than the one before it.
+    rows = min(max_query_len, plan.share_rows // group) * group
+    wanted = rows if plan.one_block else group  # most decodes among prompts have one query
+    programs, each = (rows, 1) if plan.splits > 1 else (1, min(power_of_two(wanted), max(1, _MOST_VALUES // plan.dims)))
+    shares = max(1, min(16, _MOST_AT_ONCE // (each * plan.dims)))
+    combine_kernel[(requests, programs, kv_heads)](
+        *tensors,
+        tokens if plan.one_block else 0,  # else the programs of prompts write those zeros
+        at_once(tokens),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIMS=plan.dims,
+        ROWS=plan.share_rows,
+        UNIT=SEGMENT if plan.segments else plan.keys,
+        SPLITS=plan.splits,
+        PARTS=plan.parts > 0,
+        EACH=each,
+        SHARES=shares,
+        num_warps=max(1, max(shares * each, plan.splits) * plan.dims // 4096),  # few: larger programs begin later
+        QUANTIZE=out.dtype == torch.float8_e4m3fn,
+        TYPE=TRITON_DTYPES[q.dtype],
+        SEGMENTS=plan.segments,
+        WINDOW=window,
+        enable_fp_fusion=not plan.segments,
+        **early(q),
+    )

@@ -2,12 +2,13 @@
 
 1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they are there already.
 2. `attend_kernel`, one program for a block of queries of one request and a key head
-   (`weft.ops.attention.block_triton`), or, where queries are short, for a key head and a share of the contexts
-   (`weft.ops.attention.shares_triton`). Decodes among prompts have a block of few rows.
+   (`weft.ops.attention.block_triton`), or, where requests have few queries, for a key head and a share of their
+   contexts (`weft.ops.attention.shares_triton`). Among prompts the first programs are those of such requests.
 3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such shares: it rescales and adds those of
    each request that several programs attended to.
 
-The last kernel writes the zeros of the tokens after the last request, all its programs in turn.
+The zeros of the tokens after the last request are written by the last kernel, or by the programs of prompts, all in
+turn.
 
 Nothing here reads a tensor's values on the host, so a CUDA graph can hold all of it and replay it for other lengths.
 Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for
@@ -24,13 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.attention.block_triton import attend_block
+from weft.ops.attention.block_triton import attend_block, attend_shares
 from weft.ops.attention.launch import SEGMENT, plan_launch
-from weft.ops.attention.output_triton import combine_kernel, zero_tokens
-from weft.ops.attention.shares_triton import count_tiles, part_of, place_of, requests_of, split_of
+from weft.ops.attention.output_triton import combine, zero_tokens
 from weft.ops.kernel_triton import at_once, begin, early, kernel
 from weft.ops.norm_triton import quantize
-from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8
+from weft.ops.products.blocks_triton import clamp_to_fp8
 from weft.ops.products.fp8 import empty_quantized
 from weft.ops.tiles.tile import power_of_two
 
@@ -92,7 +92,7 @@ def write_kernel(
             tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
 
 
-@kernel(do_not_specialize=["num_reqs", "num_tokens", "parts", "slack", "at_once"])
+@kernel(do_not_specialize=["num_reqs", "num_tokens", "parts", "slack", "spare", "at_once"])
 def attend_kernel(
     q,
     kv_pages,
@@ -110,6 +110,7 @@ def attend_kernel(
     num_tokens,
     parts,
     slack,
+    spare,
     values,
     stride_q,
     stride_table,
@@ -121,6 +122,7 @@ def attend_kernel(
     PAGE_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
+    SHARE_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -132,9 +134,9 @@ def attend_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Attend with QUERIES queries of one request, and the heads of one key head, to its context, or, with SPLITS > 1 or
-    PARTS, to a share of it, or of those of several requests in turn (`weft.ops.attention.shares_triton`); `spans` then
-    has the first program of each request that has a tile, its last, and whether these are its splits.
+    """Attend with QUERIES queries of one request, and the heads of one key head, to its context. With SHARE_ROWS the
+    first programs attend to requests whose queries have no more rows than that (`attend_shares`): all programs if these
+    are all requests (ONE_BLOCK), else as many as there are requests or parts.
 
     `scale` is positive, and includes log2(e), since powers are of 2. `combine_kernel` reads the `shares` of requests
     that several programs attend to. Rows of padding are not read; in the output they are zeroed.
@@ -144,70 +146,39 @@ def attend_kernel(
     index, kv_head, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if not ONE_BLOCK:  # those of all key heads side by side
         index, kv_head, programs = index // KV_HEADS, index % KV_HEADS, programs // KV_HEADS
-    SHARED: tl.constexpr = SPLITS > 1 or PARTS
-    if SHARED:
-        UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
-        first_request, number, even, total, begin_at, end_at, before = index // SPLITS, 1, True, 1, 0, 0, 0
-        if PARTS:
-            first_request, number, even, total, begin_at, end_at, before = requests_of(
-                index, query_start_loc, seq_lens, num_reqs, parts, slack, SPLITS, UNIT, WINDOW, BLOCK_R
-            )
-        # What one request's stores need is not worked out, and kept in registers, before the loop over all.
-        for following in tl.range(number, disable_licm=True):
-            request = first_request + following
-            first_tile, count = count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
-            lo, hi = split_of(index % SPLITS, count, SPLITS)
-            place, last = index, index + tl.minimum(count, SPLITS) - 1
-            if PARTS:
-                earlier, before = before, before + count
-                if not even:
-                    lo, hi = tl.maximum(begin_at - earlier, 0), tl.minimum(end_at - earlier, count)
-                    place, last = place_of(index, lo == 0), part_of(earlier + count - 1, total, parts)
-            if hi > lo:
-                start = tl.load(query_start_loc + request)
-                query_len = tl.load(query_start_loc + request + 1) - start
-                own = request, kv_head, start, query_len, tl.load(seq_lens + request)
-                share = first_tile + lo, first_tile + hi, hi - lo == count, place
-                if (lo == 0) & (kv_head == 0):
-                    tl.store(spans + 4 * request, index)
-                    tl.store(spans + 4 * request + 1, last)
-                    tl.store(spans + 4 * request + 2, tl.cast(even, tl.int32))
-                attend_block(
-                    q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, 0, share, values,
-                    stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SHARED,
-                    WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-                )  # fmt: skip
-    else:
-        first = tl.load(query_start_loc + num_reqs) + index
-        head = kv_head * GROUP
-        zero_tokens(out, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
+    few = 0
+    if SHARE_ROWS:
+        few = programs if ONE_BLOCK else tl.maximum(num_reqs, parts)
+        if ONE_BLOCK or index < few:
+            attend_shares(
+                q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, out, shares, maxima, sums, spans,
+                scales, index, kv_head, num_reqs, parts, slack, spare, values, stride_q, stride_table, scale, HEADS,
+                KV_HEADS, DIM, PAGE_SIZE, SHARE_ROWS, KEYS, DIMS, SPLITS, PARTS, WINDOW, ONE_BLOCK, QUANTIZE, BLOCK_R,
+                SEGMENT, SEGMENTS,
+            )  # fmt: skip
+    index -= few
+    if not (SHARE_ROWS and ONE_BLOCK) and index >= 0:
+        first, step, head = tl.load(query_start_loc + num_reqs) + index, programs - few, kv_head * GROUP
+        zero_tokens(out, scales, first, num_tokens, step, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
         request = index if ONE_BLOCK else _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
-        if request >= num_reqs:
-            return
-        start = tl.load(query_start_loc + request)
-        query_len = tl.load(query_start_loc + request + 1) - start
-        seq_len = tl.load(seq_lens + request)
-        block = 0
-        if not ONE_BLOCK:
-            # A request's last block, the longest, begins first, and decodes, which schedulers put before prompts, begin
-            # before them: long programs that began last would leave most multiprocessors idle in the end.
-            block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
-            if block < 0:
-                return
-        own, share = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
-        FEW: tl.constexpr = 0 if ONE_BLOCK or SEGMENT else 16 // GROUP
-        if FEW and query_len <= FEW:  # a decode among prompts
-            attend_block(
-                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, share, values,
-                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, FEW, 16, KEYS, DIMS, SHARED, WINDOW,
-                ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-            )  # fmt: skip
-        else:
-            attend_block(
-                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, share, values,
-                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, SHARED,
-                WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-            )  # fmt: skip
+        if request < num_reqs:
+            start = tl.load(query_start_loc + request)
+            query_len = tl.load(query_start_loc + request + 1) - start
+            seq_len = tl.load(seq_lens + request)
+            block = 0
+            if not ONE_BLOCK:
+                # A request's last block, the longest, begins first, as contexts that are shared begin before prompts:
+                # long programs that began last would leave most multiprocessors idle in the end.
+                block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
+                if SHARE_ROWS and (query_len <= SHARE_ROWS // GROUP) & (seq_len > 0):
+                    block = -1
+            if ONE_BLOCK or block >= 0:
+                own, share = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
+                attend_block(
+                    q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, share,
+                    values, stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS,
+                    False, WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
+                )  # fmt: skip
 
 
 def attend(q: Tensor, *rest: Any, batch_invariant: bool = False) -> Tensor:
@@ -313,11 +284,11 @@ def _launch_attend(
     plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant)
     segment = SEGMENT if batch_invariant else 0
     quantized, scales = scales is not None, out if scales is None else scales
-    shares = maxima = sums = spans = out
+    shared = out, out, out, out
     if plan.shared:
-        sizes = (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.rows)
-        shares, maxima = q.new_empty((*sizes, dim), dtype=torch.float32), q.new_empty(sizes, dtype=torch.float32)
-        sums, spans = torch.empty_like(maxima), q.new_empty((requests, 4), dtype=torch.int32)
+        sizes = (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.share_rows)
+        maxima, spans = q.new_empty(sizes, dtype=torch.float32), q.new_empty((requests, 4), dtype=torch.int32)
+        shared = q.new_empty((*sizes, dim), dtype=torch.float32), maxima, torch.empty_like(maxima), spans
     searched = max(64, power_of_two(requests)) if plan.parts else 1 if plan.one_block else _SEARCHED
     grid = (plan.programs, kv_heads) if plan.one_block else (plan.programs * kv_heads,)
     attend_kernel[grid](
@@ -325,15 +296,13 @@ def _launch_attend(
         kv_pages,
         *where,
         out,
-        shares,
-        maxima,
-        sums,
-        spans,
+        *shared,
         scales,
         requests,
         tokens,
         plan.parts,
         plan.slack,
+        plan.spare,
         kv_pages.stride(0),
         q.stride(0),
         block_table.stride(0),
@@ -345,6 +314,7 @@ def _launch_attend(
         PAGE_SIZE=page_size,
         QUERIES=plan.queries,
         ROWS=plan.rows,
+        SHARE_ROWS=plan.share_rows,
         KEYS=plan.keys,
         DIMS=plan.dims,
         SPLITS=plan.splits,
@@ -363,36 +333,8 @@ def _launch_attend(
         **early(q),
     )
     if plan.shared:
-        each = 1 if plan.splits > 1 else group  # with one split most programs find nothing to do; more begin later
-        combine_kernel[(requests, max_query_len, heads // each)](
-            shares,
-            maxima,
-            sums,
-            spans,
-            slot_mapping,
-            query_start_loc,
-            seq_lens,
-            out,
-            scales,
-            tokens,
-            at_once(tokens),
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            DIMS=plan.dims,
-            ROWS=plan.rows,
-            UNIT=segment or plan.keys,
-            SPLITS=plan.splits,
-            PARTS=plan.parts > 0,
-            EACH=each,
-            num_warps=max(1, max(16, plan.splits) * plan.dims // 4096),  # few: larger programs begin later
-            QUANTIZE=quantized,
-            TYPE=TRITON_DTYPES[q.dtype],
-            SEGMENTS=plan.segments,
-            WINDOW=window,
-            enable_fp_fusion=not batch_invariant,
-            **early(q),
-        )
+        tensors = *shared, slot_mapping, query_start_loc, seq_lens, out, scales
+        combine(plan, tensors, q, kv_heads, max_query_len, window)
 
 
 def _processors(device: torch.device) -> int:

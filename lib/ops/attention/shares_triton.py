@@ -19,9 +19,11 @@ import triton.language as tl
 
 
 @triton.jit
-def count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+def count_tiles(
+    request, query_start_loc, seq_lens, num_reqs, QUERIES: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr
+):
     """The first tile that a request's queries see, and the number of them, for one request or several. Those from
-    num_reqs on, those without a query and padded ones have none."""
+    num_reqs on, padded ones, and those without a query or with more than QUERIES have none."""
     there = request < num_reqs
     start = tl.load(query_start_loc + request, mask=there, other=0)
     query_len = tl.load(query_start_loc + request + 1, mask=there, other=0) - start
@@ -29,20 +31,20 @@ def count_tiles(request, query_start_loc, seq_lens, num_reqs, UNIT: tl.constexpr
     first = start * 0
     if WINDOW:
         first = tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // UNIT
-    return first, tl.where(query_len > 0, tl.cdiv(seq_len, UNIT) - first, 0)
+    return first, tl.where((query_len > 0) & (query_len <= QUERIES), tl.cdiv(seq_len, UNIT) - first, 0)
 
 
 @triton.jit
 def count_all(
-    query_start_loc, seq_lens, num_reqs, parts, slack,
-    SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
+    query_start_loc, seq_lens, num_reqs, parts, slack, spare,
+    QUERIES: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The tiles of each request `[BLOCK_R]`, of all, at least 1, and whether each request has SPLITS programs: where
-    the largest share would have at most `slack` eighths of a part, and the tiles of 192 positions more, which is what
-    parts cost beside it."""
-    _, tiles = count_tiles(tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, UNIT, WINDOW)
+    the largest share would have at most `slack` eighths of a part, and `spare` tiles more, which is what parts cost
+    beside it."""
+    _, tiles = count_tiles(tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
     total = tl.maximum(tl.sum(tiles, axis=0), 1)
-    largest = tl.cdiv(tl.max(tiles, axis=0), SPLITS) - 192 // UNIT
+    largest = tl.cdiv(tl.max(tiles, axis=0), SPLITS) - spare
     return tiles, total, tl.cast(largest, tl.int64) * parts * 8 <= tl.cast(total, tl.int64) * slack
 
 
@@ -63,12 +65,14 @@ def first_of(part, total, parts):
 
 @triton.jit
 def requests_of(
-    index, query_start_loc, seq_lens, num_reqs, parts, slack,
-    SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
+    index, query_start_loc, seq_lens, num_reqs, parts, slack, spare,
+    QUERIES: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """What program `index` attends to: its first request, their number, whether it has a split of one, and, if not, the
     tiles of all requests, the first one of its part, the one after the last, and those before its first request."""
-    tiles, total, even = count_all(query_start_loc, seq_lens, num_reqs, parts, slack, SPLITS, UNIT, WINDOW, BLOCK_R)
+    tiles, total, even = count_all(
+        query_start_loc, seq_lens, num_reqs, parts, slack, spare, QUERIES, SPLITS, UNIT, WINDOW, BLOCK_R
+    )
     first, begin_at, end_at, before = index // SPLITS, 0, 0, 0
     number = tl.where(first < num_reqs, 1, 0)
     if not even:

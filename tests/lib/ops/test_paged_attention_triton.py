@@ -23,11 +23,12 @@ import sys, torch
 from weft.ops.attention.paged_triton import attend
 torch.use_deterministic_algorithms(True)  # NaN in all memory that nothing has written yet
 batches = torch.load(sys.argv[1])
-done = [(attend(*args), args[3]) for args in batches]
+done = [(args[3], attend(*args), attend(*args, batch_invariant=True)) for args in batches]
 # Now that keys and values are in the pages.
-for args, (out, _) in zip(batches, done):
-    again = attend(args[0], None, None, *args[3:])
-    assert torch.equal(again, out) and not again.isnan().any()
+for args, (_, *outs) in zip(batches, done):
+    for batch_invariant, out in enumerate(outs):
+        again = attend(args[0], None, None, *args[3:], batch_invariant=bool(batch_invariant))
+        assert torch.equal(again, out) and not again.isnan().any()
 torch.save(done, sys.argv[2])
 """
 
@@ -37,20 +38,22 @@ EVERY = 4
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> dict[int, tuple[Case, Tensor, Tensor]]:
-    """The shapes of FIXED that this run has, by index, run by the kernels."""
+def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> dict[int, tuple[Case, list[Tensor]]]:
+    """The shapes of FIXED that this run has, by index, run by the kernels: the pages, and the result of both modes."""
     indices = drawn(len(FIXED), EVERY, runs_all)
     cases = [draw_case(FIXED[index]) for index in indices]
     results = interpret(_INTERPRETED, [case.args for case in cases], tmp_path_factory.mktemp("interpreted"))
-    return {index: (case, *result) for index, case, result in zip(indices, cases, results, strict=True)}
+    return {index: (case, list(result)) for index, case, result in zip(indices, cases, results, strict=True)}
 
 
 @pytest.mark.one_of(EVERY)
 @pytest.mark.parametrize("index", range(len(FIXED)), ids=map(str, FIXED))
 def test_kernels_interpreted_equal_dense_attention(
-    index: int, interpreted: dict[int, tuple[Case, Tensor, Tensor]]
+    index: int, interpreted: dict[int, tuple[Case, list[Tensor]]]
 ) -> None:
-    assert_matches(*interpreted[index])
+    case, (pages, *outs) = interpreted[index]
+    for out in outs:
+        assert_matches(case, out, pages)
 
 
 _SCALED = """
@@ -114,9 +117,11 @@ def test_launches_keep_their_bounds(
     assert plan.queries >= 1
     assert plan.queries * group <= plan.rows
     assert plan.one_block == (longest <= plan.queries)
-    assert not plan.shared or plan.one_block
+    assert not plan.shared or plan.share_rows
+    assert plan.share_rows in ((0, plan.rows) if plan.one_block else (0, 16))
     assert plan.splits & (plan.splits - 1) == 0
     assert plan.programs >= max(reqs * plan.splits, plan.parts)
+    assert plan.places >= 2 * plan.parts
     assert plan.registers is None or plan.rows * plan.dims <= 64 * 32 * plan.warps, "accumulators take half of them"
     for power in (plan.rows, plan.keys, plan.dims):
         assert power & (power - 1) == 0
