@@ -103,6 +103,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         )
         return http.run(engine, settings, num_ranks=here.num_ranks)
     finally:
+        gc.unfreeze()  # at exit nanobind lists, on stderr, what is never collected; Triton uses it
         if http is not None:
             http.close()
 
