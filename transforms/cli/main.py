@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of the process.
 
     Returns:
-        0 for success; 1 if `demo`, `verify` or `bench --eval` found a difference, or if a completion of `generate`
-        ended with an error; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 if the reader of stdout is
-        gone.
+        0 for success; 1 if `demo`, `verify` or `bench --eval` found a difference, if a completion of `generate` ended
+        with an error, or if the model of `plan` does not fit; 2 for bad input, with the error on stderr; 130 after
+        Ctrl-C; 141 if the reader of stdout is gone.
 
     Raises:
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2); and on the ranks of torchrun
