@@ -56,7 +56,7 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
         temperature=options.temperature,
         seed=options.seed,
         pipeline=here.num_stages,
-        graph=options.graph,
+        graph=options.graph_mode,
         adapter=None if options.adapter is None else load_adapter(model, options.adapter),
         speculation=open_drafts(options, here),
         transport=here.transport,

@@ -154,7 +154,7 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
 
     say(f"loading {name}")
     model = open_model(options, here)
-    graph = options.graph or ("none" if model.device.type == "cpu" else "full_and_piecewise")
+    graph = options.graph_mode
     limits = EngineLimits(
         max_num_reqs=options.max_num_seqs,
         max_num_tokens=options.max_num_tokens,
