@@ -200,7 +200,9 @@ class Generate(RunOptions):
     prompt: Sequence[str | list[int]] = _prompts("a text; may be repeated", TEXT, (), also={"--prompt-ids": IDS})
     chat: bool = _prompts("each text is a user's message, by the checkpoint's chat template", SWITCH, False)
     system: str | None = _prompts("the system's message before it; needs --chat", TEXT_ONCE)
-    max_tokens: int = _sampling("tokens to generate per prompt", whole("N"), 64)
+    max_tokens: int = _sampling(
+        "tokens to generate per prompt (default 64, or as many as the model has room for)", whole("N"), 64
+    )
     temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0.0)
     seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
     adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
