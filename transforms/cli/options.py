@@ -319,8 +319,8 @@ class Bench(WeightOptions):
 class Plan(ModelOptions):
     """Predict the speed of decoding over several GPUs from config.json alone, without weights: tokens/s and what bounds
     them, whether it fits into memory, the best split of the layers, the best number of groups of requests that take
-    turns, and a timeline. A stage's time is the bytes that it reads divided by the memory bandwidth. Exit with 1 if it
-    does not fit."""
+    turns, and a timeline. A stage's time is the bytes that it reads divided by the memory bandwidth. Exit with 1 if the
+    model does not fit into memory."""
 
     command, usage = "plan", "(--model DIR | --preset NAME) [[--pp N] [--tp N] | --gpus N] [options]"
     summary = "predict a pipeline from a config.json"
