@@ -2,11 +2,12 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from weft.proofs.peers import newest_table, peer_rows
 from weft.proofs.pictures import modes, roofline, tiles
 from weft.proofs.predictions import predicted_rows
 from weft.proofs.records import read, served, span, speeds
@@ -17,8 +18,19 @@ PICTURES = (modes, roofline, tiles)
 HEADER = ("what", "figure", "against what", "build", "machine", "result file")
 _TITLE = """# Measured
 
-Two pictures and a table, made from the records in `proofs/results/` by
+Two tables and two pictures, made from the records in `proofs/results/` by
 `python -m weft.proofs.measured`; tests compare them.
+
+## Beside vLLM
+
+weft's output tokens a second over vLLM's, by medians, and in brackets weft's own; both were alive on one GPU, and took
+turns. Each is the newest record of its model, workload and machine; the table of all figures has the build, the range
+and vLLM's own. A workload is the number of requests, and the tokens in and out of each; with ¹, tokens of prompts count
+too.
+
+NEWEST
+
+## How to read the figures
 
 - **build**: when the run began (UTC). Most records do not name weft's commit. Figures of different builds do not
   compare; of rows that differ in their date alone, the last is of the newest build.
@@ -104,26 +116,6 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
                 f"{span((max(speeds(rows)) / max(base),), '{:.1f}')} times eager" if base and mode != "none" else ""
             )
             yield record.row(what, f"{span(speeds(rows), '{:,.0f}')} tokens/s, {times} ms a token", against, machine)
-
-
-def peer_rows() -> Iterator[tuple[str, ...]]:
-    """vLLM and weft alive on one GPU, pass by pass in turn."""
-    records = [(read(f"h200-{name}"), "1 GPU") for name in ("vllm-two-more", "vllm", "vllm-deep-gemm")]
-    records += [(read("h200-shared-contexts"), "1 of 2 GPUs, both in use")]
-    records += [(read("h100-varied-and-sampled"), "1 H100, slow host")]
-    for record, machine, run in [(*one, run) for one in records for run in one[0].data["runs"] if "vllm" in run]:
-        variables = run["vllm"]["variables"]
-        with_library = " with DeepGEMM" * (variables["VLLM_USE_DEEP_GEMM"] == "1")
-        for row in run["table"]:
-            count, lengths = row["num_requests"], f"{row['input_len']} in, {row['output_len']} out"
-            own = {**dict.fromkeys(("varied", "uneven"), f"1 to {lengths}"), "sampled": f"{lengths}, top-k, top-p"}
-            lengths = own.get(row["workload"], lengths)
-            what = f"{MODELS[run['preset']]}: {count} request{'s' * (count > 1)}, {lengths}, by turns"
-            ours, theirs = (span((row[one]["min"], row[one]["max"]), "{:,.0f}") for one in ("weft", "vllm"))
-            unit = "tokens/s, prompts included" if row["unit"] == _TOTAL else "tokens/s"
-            name = f"vLLM {run['vllm']['version']}{with_library}"
-            peer = f"{name}: {theirs}; {row['ratio']:.2f} times, by medians"
-            yield record.row(what, f"{ours} {unit}", peer, machine)
 
 
 def equality_rows() -> Iterator[tuple[str, ...]]:
@@ -389,8 +381,13 @@ def table() -> Iterator[tuple[str, ...]]:
 
 def page() -> str:
     """The text of the page."""
-    lines = [HEADER, ("---",) * len(HEADER), *table()]
-    return "\n".join((_TITLE, *(f"| {' | '.join(cells)} |" for cells in lines), ""))
+    return f"{_TITLE.replace('NEWEST', _written(newest_table()))}\n{_written([HEADER, *table()])}\n"
+
+
+def _written(rows: Iterable[tuple[str, ...]]) -> str:
+    """A table in Markdown, its header first."""
+    header, *others = rows
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *others))
 
 
 if __name__ == "__main__":

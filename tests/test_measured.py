@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from pages import ROOT
 
-from weft.proofs import measured, records, roofline as shares
+from weft.proofs import measured, peers, records, roofline as shares
 from weft.proofs.pictures import modes, roofline, tiles
 from weft.proofs.roofline import before_and_after
 
@@ -73,6 +73,16 @@ def test_losses_are_of_many_shapes_and_of_eight_numbers_of_tokens() -> None:
         assert len(counts) >= 60
         assert min(counts.values()) >= 8
         assert all(one.loss >= 0 for one in tiles.losses(record, model))
+
+
+def test_the_short_table_has_the_newest_figure_of_each_workload_beside_vllm() -> None:
+    header, *lines = peers.newest_table()
+    assert header[:4] == ("model", "against", "machine", "128 requests, 2 in, 512 out")
+    assert {line[:3] for line in lines} == {(one.model, one.peer, one.machine) for one in peers.turns()}
+    [found] = [line[3:] for line in lines if line[0].startswith("Qwen3-14B")]  # two records, of which this is the later
+    assert found[:5] == ("1.11 (11,765)", "1.02 (20,352)", "1.06 (6,794)", "1.09 (129)", "1.06 (982)")
+    text = measured.page()
+    assert text.index("| Qwen3-14B, bfloat16 | vLLM 0.24.0 | 1 GPU | 1.11 (11,765) |") < text.index("## All figures")
 
 
 def test_every_row_has_its_record() -> None:

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -84,13 +84,15 @@ class Table:
         return titled(text(self.title), found) if self.title else found
 
     def __rich__(self) -> Any:
+        from rich.align import Align
         from rich.table import Table as RichTable
         from rich.text import Text
 
         made = RichTable(box=None, pad_edge=False, title_justify="left", title_style="bold", header_style="dim")
         made.title = Text(self.title) if self.title else None
         for name, right in zip(self.header, self.right, strict=True):
-            made.add_column(Text(name), justify="right" if right else "left", vertical="bottom", overflow="fold")
+            side: Literal["left", "right"] = "right" if right else "left"
+            made.add_column(Align(Text(name), side, vertical="bottom"), justify=side, overflow="fold")
         for row in self.rows:
             made.add_row(*map(Text, row))
         return made

@@ -14,6 +14,14 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         "weft generate: error: unrecognized arguments: --speculation 3 "
         "(instead: --speculate, or see weft generate --help)",
     ),
+    "an option that is required, misspelt": (
+        ["bench", "--modle", "demo"],
+        "weft bench: error: unrecognized arguments: --modle demo (instead: --model, or see weft bench --help)",
+    ),
+    "the only arguments misspelt": (
+        ["verify", "--modle=demo"],
+        "weft verify: error: unrecognized arguments: --modle=demo (instead: --model, or see weft verify --help)",
+    ),
     "an option that is none": (
         ["doctor", "--tensor-parallel-size=2"],
         "weft doctor: error: unrecognized arguments: --tensor-parallel-size=2 (instead: see weft doctor --help)",

@@ -1,7 +1,7 @@
 """`weft generate`: complete prompts with a checkpoint."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -11,12 +11,14 @@ from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
 from weft.errors import RequestError
 from weft.stages.adapters.adapter import load_adapter
+from weft.stages.config import ModelConfig
 from weft.stages.model import Model
 from weft.transforms.cli.options import Generate
 from weft.transforms.cli.printing import check_file, printable, show
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
 from weft.transforms.engine.evaluation.certificates import Certificate
 from weft.transforms.engine.generate import Completion, generate
+from weft.transforms.engine.requests.inputs import encode_prompt
 
 Completed = list[tuple[str, Completion]]
 """The prompts, as text or in the form that `--prompt-ids` takes, and their completions."""
@@ -28,7 +30,8 @@ def run(options: Generate) -> int:
         options.refuse("", "no prompt", "give at least one --prompt TEXT or --prompt-ids 1,2,3")
     if options.chat and any(not isinstance(prompt, str) for prompt in options.prompt):
         options.refuse("--chat", "--prompt-ids", "--prompt TEXT: the text of a message")
-    read_config(options)
+    least = (1 if isinstance(prompt, str) else len(prompt) for prompt in options.prompt)
+    _check_room(options, read_config(options), least, " or more")  # the tokenizer comes with the weights
     check_file(options, "--certificates", options.certificates)
     completed, certificates = in_ranks(_complete, options, options)
     if certificates:
@@ -49,25 +52,40 @@ def run(options: Generate) -> int:
 def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificate]]:
     """This process's part of the work: the completions, and the certificates of those that did not fail."""
     model = open_model(options, here)
+    given = [model.encode_chat(_chat(options, prompt)) if options.chat else prompt for prompt in options.prompt]
+    prompts = [encode_prompt(model, prompt, "weft generate", f"prompt {index}") for index, prompt in enumerate(given)]
+    _check_room(options, model.config, map(len, prompts))
     completions = generate(
         model,
-        [_chat(options, prompt) for prompt in options.prompt] if options.chat else options.prompt,
+        prompts,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
         pipeline=here.num_stages,
-        graph=options.graph,
+        graph=options.graph_mode,
         adapter=None if options.adapter is None else load_adapter(model, options.adapter),
         speculation=open_drafts(options, here),
         transport=here.transport,
         progress=here.progress,
-        chat=options.chat,
     )
     wanted = [one for one in completions if options.certificates is not None and one.error is None]
     certificates = [one.certificate() for one in wanted]
     return [
         (_as_text(model, prompt), one) for prompt, one in zip(options.prompt, completions, strict=True)
     ], certificates
+
+
+def _check_room(options: Generate, config: ModelConfig, lengths: Iterable[int], or_more: str = "") -> None:
+    """Refuse a `--max-tokens` for which the model has no room after the longest prompt. The default is cut.
+
+    Args:
+        lengths: the tokens of each prompt.
+        or_more: what an error says after a length, which may be greater.
+    """
+    asked, longest, limit = options.max_tokens, max(lengths), config.max_position_embeddings
+    if "max_tokens" in options.given and longest < limit < longest + asked:
+        seen = f"{asked} tokens after a prompt of {longest}{or_more}; the model's limit is {limit} together"
+        options.refuse(f"--max-tokens {asked}", seen, f"--max-tokens {limit - longest}, or fewer")
 
 
 def _chat(options: Generate, text: str | list[int]) -> list[dict[str, Any]]:

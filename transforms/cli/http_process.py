@@ -71,7 +71,10 @@ def serve_clients(host: Host, settings: Settings, sockets: Sequence[socket.socke
     listener = listen(server.app(), host, settings.name)
     gc.collect()
     gc.freeze()  # a collection that walks all modules takes 0.1 s
-    listener.run([*sockets])
+    try:
+        listener.run([*sockets])
+    finally:
+        gc.unfreeze()  # as at the end of `weft serve`
 
 
 @contextlib.contextmanager

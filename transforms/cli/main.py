@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of the process.
 
     Returns:
-        0 for success; 1 if `demo`, `verify` or `bench --eval` found a difference, or if a completion of `generate`
-        ended with an error; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 if the reader of stdout is
-        gone.
+        0 for success; 1 if `demo`, `verify` or `bench --eval` found a difference, if a completion of `generate` ended
+        with an error, or if the model of `plan` does not fit; 2 for bad input, with the error on stderr; 130 after
+        Ctrl-C; 141 if the reader of stdout is gone.
 
     Raises:
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2); and on the ranks of torchrun
@@ -116,21 +116,27 @@ def parse(words: Sequence[str]) -> Options:
         RequestError: flags that contradict each other.
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
     """
-    given, strange = build_parser().parse_known_args(words)
-    parser, own = given.parser, _COMMANDS[given.parser.prog.split()[-1]]
+    given, strange = build_parser(requires=False).parse_known_args(words)  # first, as a flag may be missing by a typo
     if strange:
+        parser = given.parser
         flags = [word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")]
         near = difflib.get_close_matches(strange[0].partition("=")[0], flags, n=1)
         remedy = ", or ".join((*near, f"see {parser.prog} --help"))
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
+    given = build_parser().parse_args(words)
+    own = _COMMANDS[given.parser.prog.split()[-1]]
     del given.parser
     options = own(**vars(given), given=frozenset(vars(given)))
     options.check()
     return options
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; it sets `parser`, that of the command."""
+def build_parser(*, requires: bool = True) -> argparse.ArgumentParser:
+    """The parser of all commands; it sets `parser`, that of the command.
+
+    Args:
+        requires: whether it refuses a command without the arguments that it needs.
+    """
     parser = argparse.ArgumentParser(prog="weft", description="Model steps as pure functions on PyTorch.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -138,26 +144,27 @@ def build_parser() -> argparse.ArgumentParser:
         told: dict[str, Any] = {"help": own.summary, "description": own.__doc__, "usage": f"weft {name} {own.usage}"}
         made = commands.add_parser(name, allow_abbrev=False, **told)
         made.set_defaults(parser=made)
-        _add_flags(made, own)
+        _add_flags(made, own, requires)
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser, own: type[Options]) -> None:
+def _add_flags(parser: argparse.ArgumentParser, own: type[Options], requires: bool) -> None:
     """Add the flags of a command. Only flags that are given reach the parser's result."""
     groups: dict[str, Any] = {"options": parser}
     for field in flagged(own):
         name, help = field.metadata["group"], field.metadata["help"]
         if name == "model" and name not in groups:
-            groups[name] = parser.add_mutually_exclusive_group(required=True)
+            groups[name] = parser.add_mutually_exclusive_group(required=requires)
         elif name not in groups:
             groups[name] = parser.add_argument_group(name)
         if "positional" in field.metadata["kind"]:
             word: dict[str, Any] = {"metavar": field.metadata["kind"]["metavar"], "help": help}
-            word |= {} if field.default is attrs.NOTHING else {"nargs": "?", "default": argparse.SUPPRESS}
+            if not (requires and field.default is attrs.NOTHING):
+                word |= {"nargs": "?", "default": argparse.SUPPRESS}
             groups[name].add_argument(field.name, **word)
             continue
         if type(field.default) in (int, float, str) and "default" not in help:
             help += f" (default {str(field.default).removesuffix('.0')})"
-        told = {"help": help, "required": field.default is attrs.NOTHING, **field.metadata["kind"]}
+        told = {"help": help, "required": requires and field.default is attrs.NOTHING, **field.metadata["kind"]}
         for flag, keywords in {flag_of(field.name): told, **field.metadata["also"]}.items():
             groups[name].add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **keywords)

@@ -81,6 +81,7 @@ _LEAVES = (
 )
 _FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
+_GRAPH = "graph mode (default full_and_piecewise; none on a CPU, where it saves no time"
 
 
 @attrs.frozen(kw_only=True)
@@ -133,6 +134,19 @@ class RunOptions(ModelOptions):
     attention: str = _how("implementation of attention; auto: the fastest that was measured", ATTENTION, "auto")
     batch_invariant: bool = _how("a request's tokens and logprobs are the same bits in any batch", SWITCH, False)
     reduction_leaves: int = _how(_LEAVES, whole("N"), 1)
+    graph: str | None = _how(f"{_GRAPH})", MODES)
+
+    @property
+    def graph_mode(self) -> str:
+        """The mode of `--graph`; without it, the fastest of the device.
+
+        Raises:
+            DeviceError: this machine does not have the device.
+        """
+        from weft.stages.choices import pick_device  # which imports torch
+
+        on_cpu = pick_device(self.device, call=f"--device {self.device}").type == "cpu"
+        return self.graph or ("none" if on_cpu else "full_and_piecewise")
 
 
 @attrs.frozen(kw_only=True)
@@ -186,11 +200,12 @@ class Generate(RunOptions):
     prompt: Sequence[str | list[int]] = _prompts("a text; may be repeated", TEXT, (), also={"--prompt-ids": IDS})
     chat: bool = _prompts("each text is a user's message, by the checkpoint's chat template", SWITCH, False)
     system: str | None = _prompts("the system's message before it; needs --chat", TEXT_ONCE)
-    max_tokens: int = _sampling("tokens to generate per prompt", whole("N"), 64)
+    max_tokens: int = _sampling(
+        "tokens to generate per prompt (default 64, or as many as the model has room for)", whole("N"), 64
+    )
     temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0.0)
     seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
     adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
-    graph: str = _how("graph mode", MODES, "full_and_piecewise")
     json: bool = _general("print one JSON object per completion, one per line", SWITCH, False)
     certificates: str | None = _general(
         "write each completion's certificate, for weft verify; needs --batch-invariant", FILE
@@ -210,7 +225,6 @@ class Verify(RunOptions):
     preset: None = None
     json: bool = _general("print one JSON object per certificate, one per line", SWITCH, False)
     adapter: Sequence[str] = _general("a LoRA adapter that a certificate names; may be repeated", DIRS, ())
-    graph: str = _how("graph mode", MODES, "full_and_piecewise")
     max_num_seqs: int = _how("completions that run at once", COUNT, 64)
     max_num_tokens: int | None = _how("tokens per step, so that prompts are read in chunks", whole("N", 1, 2**17))
     batch_invariant: bool = True
@@ -248,7 +262,6 @@ class Serve(WeightOptions):
     num_pages: int | None = _how(
         "pages of the KV cache (default: what fits in memory, or what all requests can use)", COUNT
     )
-    graph: str | None = _how("graph mode (default full_and_piecewise; none on a CPU, where it saves no time)", MODES)
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
     seed: int | None = _how("seed of requests without one (default: a fresh one)", SEED)
 
@@ -279,7 +292,7 @@ class Bench(WeightOptions):
     )
     max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
     pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)
-    graph: str | None = _how("graph mode (default full_and_piecewise; with --eval all, one by one)", (*MODES, "all"))
+    graph: str | None = _how(f"{_GRAPH}; with --eval all, one by one)", (*MODES, "all"))
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
 
     @property
@@ -298,7 +311,7 @@ class Bench(WeightOptions):
     def graphs(self) -> tuple[str, ...]:
         """The graph modes: one that is timed, or those that are scored."""
         if self.graph is None or self.graph == "all":
-            return ("full_and_piecewise",) if self.eval is None else MODES
+            return (self.graph_mode,) if self.eval is None else MODES
         return (self.graph,)
 
 
@@ -306,7 +319,8 @@ class Bench(WeightOptions):
 class Plan(ModelOptions):
     """Predict the speed of decoding over several GPUs from config.json alone, without weights: tokens/s and what bounds
     them, whether it fits into memory, the best split of the layers, the best number of groups of requests that take
-    turns, and a timeline. A stage's time is the bytes that it reads divided by the memory bandwidth."""
+    turns, and a timeline. A stage's time is the bytes that it reads divided by the memory bandwidth. Exit with 1 if the
+    model does not fit into memory."""
 
     command, usage = "plan", "(--model DIR | --preset NAME) [[--pp N] [--tp N] | --gpus N] [options]"
     summary = "predict a pipeline from a config.json"

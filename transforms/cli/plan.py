@@ -24,7 +24,7 @@ from weft.transforms.pipelines.timing.splits import SplitPlan, plan_splits
 
 
 def run(options: Plan) -> int:
-    """Predict, and print the prediction; the exit code is 0."""
+    """Predict, and print the prediction; the exit code is 1 if the model does not fit into memory."""
     check_file(options, "--svg", options.svg)
     config = read_config(options)
     machine = Machine(
@@ -53,7 +53,7 @@ def run(options: Plan) -> int:
         print(write_json(as_report(options, plan, splits), indent=2))
     else:
         show(sections(options, plan, splits))
-    return 0
+    return 0 if plan.fits else 1
 
 
 def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict[str, Any]:

@@ -103,6 +103,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         )
         return http.run(engine, settings, num_ranks=here.num_ranks)
     finally:
+        gc.unfreeze()  # at exit nanobind lists, on stderr, what is never collected; Triton uses it
         if http is not None:
             http.close()
 
@@ -153,7 +154,7 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
 
     say(f"loading {name}")
     model = open_model(options, here)
-    graph = options.graph or ("none" if model.device.type == "cpu" else "full_and_piecewise")
+    graph = options.graph_mode
     limits = EngineLimits(
         max_num_reqs=options.max_num_seqs,
         max_num_tokens=options.max_num_tokens,

@@ -43,7 +43,7 @@ def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> lis
         model,
         pipeline=here.num_stages,
         tensor=options.tp,
-        graph=options.graph,
+        graph=options.graph_mode,
         transport=here.transport,
         adapters=[load_adapter(model, folder) for folder in options.adapter],
         speculation=open_drafts(options, here),

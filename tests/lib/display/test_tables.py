@@ -131,6 +131,19 @@ def test_rich_shows_a_table_and_no_colour_in_a_pipe(name: str) -> None:
     assert "\x1b[" not in str(value)
 
 
+def test_a_wrapped_cell_begins_at_the_top_and_a_short_name_stands_below() -> None:
+    table = Table(("op", "in two\nlines", "why"), (("linear", "1", "plain torch; no other"), ("route", "20", "x")))
+    pipe = io.StringIO()
+    Console(file=pipe, width=32).print(table)
+    assert [line.rstrip() for line in pipe.getvalue().splitlines()] == [
+        "        in two",
+        "op       lines  why",
+        "linear       1  plain torch; no",
+        "                other",
+        "route       20  x",
+    ]
+
+
 def test_graphs_are_a_table_for_rich_too() -> None:
     pipe = io.StringIO()
     Console(file=pipe, width=200).print(captured().graphs())

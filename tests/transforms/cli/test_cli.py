@@ -147,6 +147,13 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--prompt", "a" * 512),
         ("saw: prompt 0 has 512 tokens; the model's limit is 512", "instead: a prompt of 1 to 511 tokens"),
     ),
+    "long completion": (
+        ("--prompt", "a" * 500, "--prompt", "b", "--max-tokens", "13"),
+        (
+            "--max-tokens 13\n  saw: 13 tokens after a prompt of 500; the model's limit is 512",
+            "--max-tokens 12, or fewer",
+        ),
+    ),
     "id beyond the vocabulary": (("--prompt-ids", "1,257"), ("saw: prompt 0 holds 257", "ints from 0 to 256")),
     "words for ids": (
         ("--prompt-ids", "1,two"),
@@ -181,6 +188,11 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_bad_input_is_an_error_with_its_remedy(run: Weft, case: str) -> None:
     more, texts = BAD[case]
     assert_refused(run(*generate(*more)), *texts)
+
+
+def test_a_number_that_no_prompt_leaves_room_for_is_refused_before_weights_are_read(run: Weft, folder: str) -> None:
+    result = run(*generate("--prompt", "A", "--max-tokens", "4096", model=folder))
+    assert_refused(result, "saw: 4096 tokens after a prompt of 1 or more; the model's limit is 4096 together")
 
 
 def test_a_missing_folder_is_named(run: Weft, tmp_path: Path) -> None:

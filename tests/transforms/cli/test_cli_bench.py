@@ -18,7 +18,7 @@ from weft.stages.random_weights import PRESETS
 from weft.transforms.cli import bench
 from weft.transforms.cli.bench import as_report, start_engine, tables
 from weft.transforms.cli.main import main
-from weft.transforms.cli.options import PRESETS as NAMES, WORKLOADS, Bench
+from weft.transforms.cli.options import PRESETS as NAMES, WORKLOADS, Bench, Generate, Serve, Verify
 from weft.transforms.cli.printing import show
 from weft.transforms.cli.ranks import Here
 from weft.transforms.engine.evaluation.scoring import Score
@@ -101,11 +101,23 @@ def test_the_tables_are_for_reading(run: Weft) -> None:
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     lines = [line.split() for line in out.splitlines()]
-    for part in ("tiny, 1 stage, graphs: full_and_piecewise", "time to the first token (TTFT)", "(TPOT)", "(ITL)"):
+    for part in ("tiny, 1 stage, graphs: none", "time to the first token (TTFT)", "(TPOT)", "(ITL)"):
         assert part in out
     assert ["requests", "in", "out", "seconds", "output", "tok/s", "total", "tok/s"] in lines
     assert any(line[:3] == ["7", "6", "5"] for line in lines)
     assert any(line[:2] == ["0", "cpu"] for line in lines)
+
+
+@pytest.mark.parametrize("command", [Bench, Generate, Serve, Verify])
+def test_a_cpu_has_graphs_only_where_they_are_asked_for(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds to capture, and no step less."""
+    given: dict[str, str] = {"model": "demo"} | ({"certificate": "file"} if command is Verify else {})
+    assert command(**given, device="cpu").graph_mode == "none"
+    assert command(**given, device="cpu", graph="full").graph_mode == "full"
+    for name, own in (("is_available", True), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda own=own: own)
+    assert command(**given).graph_mode == "full_and_piecewise"
+    assert command(**given, graph="none").graph_mode == "none"
 
 
 def test_the_start_of_gpus_fits_a_terminal_with_its_headers(

@@ -262,7 +262,8 @@ def test_a_split_that_does_not_fit_is_marked_and_not_the_best(run: Weft, folder:
     rows = out.splitlines()[2:4]
     assert (code, "589 MB" in rows[0] and rows[0].rstrip().endswith("too large"), "best" in rows[1]) == (0, True, True)
     code, out, _ = run("--model", folder, "--pp", "2", *options[2:], "--memory", "0.5")
-    assert (code, "does not fit: stage 0 needs 589 MB of 500 MB a GPU" in out) == (0, True)
+    assert (code, "does not fit: stage 0 needs 589 MB of 500 MB a GPU" in out) == (1, True)
+    assert "Exit with 1 if the model does not fit into memory." in " ".join(run("--help")[1].split())
     none = run("--model", folder, *options, "--memory", "0.5")
     assert_refused(none, "no split fits", "--tp 2 --pp 1, does not fit", "instead: more GPUs, fewer requests, less")
 

@@ -141,13 +141,15 @@ def test_what_it_does_before_it_listens() -> None:
         assert 'weft_prefix_tokens_total{model_name="demo"} 0.0' in metrics
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        said = [line.split(" s  ")[1] for line in process.stderr.read().splitlines() if " s  " in line]
+        lines = process.stderr.read().splitlines()
+    said = [line.split(" s  ")[1] for line in lines if " s  " in line]
     assert said[:3] == [
         "loading demo",
         "making its engine, on cpu in bfloat16",
         "capturing graphs of mode full_decode_only",
     ]
     assert re.fullmatch(r"\d+ graphs?; \d+ pages of the KV cache", said[3])
+    assert (len(said), lines[4:]) == (4, ["SIGTERM: 0 completions under way may end; a second signal ends at once"])
 
 
 @pytest.mark.slow

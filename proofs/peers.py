@@ -1,0 +1,75 @@
+"""weft beside vLLM, by turns on one GPU: the rows of `proofs/pages/measured.md`, and a short table of the newest."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from weft.proofs.records import Record, read, span
+from weft.proofs.roofline import MODELS
+
+_TOTAL = "total_tokens_per_s"
+_RECORDS = {
+    "h200-vllm-two-more": "1 GPU",
+    "h200-vllm": "1 GPU",
+    "h200-vllm-deep-gemm": "1 GPU",
+    "h200-shared-contexts": "1 of 2 GPUs, both in use",
+    "h100-varied-and-sampled": "1 H100, slow host",
+}
+"""The machine of each record."""
+
+
+@attrs.frozen
+class Turns:
+    """The passes of both on one workload.
+
+    Args:
+        peer: vLLM's version and libraries.
+        row: the figures of the record.
+    """
+
+    record: Record
+    machine: str
+    model: str
+    peer: str
+    row: dict[str, Any]
+
+    @property
+    def workload(self) -> str:
+        """The requests, and their tokens in and out."""
+        count, lengths = self.row["num_requests"], f"{self.row['input_len']} in, {self.row['output_len']} out"
+        own = {**dict.fromkeys(("varied", "uneven"), f"1 to {lengths}"), "sampled": f"{lengths}, top-k, top-p"}
+        return f"{count} request{'s' * (count > 1)}, {own.get(self.row['workload'], lengths)}"
+
+
+def turns() -> Iterator[Turns]:
+    """All workloads of all records."""
+    for name, machine in _RECORDS.items():
+        record = read(name)
+        for run in (run for run in record.data["runs"] if "vllm" in run):
+            library = " with DeepGEMM" * (run["vllm"]["variables"]["VLLM_USE_DEEP_GEMM"] == "1")
+            peer = f"vLLM {run['vllm']['version']}{library}"
+            for row in run["table"]:
+                yield Turns(record, machine, MODELS[run["preset"]], peer, row)
+
+
+def peer_rows() -> Iterator[tuple[str, ...]]:
+    """A row for each workload of each record."""
+    for one in turns():
+        ours, theirs = (span((one.row[own]["min"], one.row[own]["max"]), "{:,.0f}") for own in ("weft", "vllm"))
+        unit = "tokens/s, prompts included" if one.row["unit"] == _TOTAL else "tokens/s"
+        peer = f"{one.peer}: {theirs}; {one.row['ratio']:.2f} times, by medians"
+        yield one.record.row(f"{one.model}: {one.workload}, by turns", f"{ours} {unit}", peer, one.machine)
+
+
+def newest_table() -> list[tuple[str, ...]]:
+    """A header with the workloads; then, for each model, vLLM and machine, the newest ratios and weft's medians."""
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for one in sorted(turns(), key=lambda one: one.record.build):
+        shown = f"{one.row['ratio']:.2f} ({one.row['weft']['median']:,.0f})"
+        name = one.workload + "¹" * (one.row["unit"] == _TOTAL)
+        rows.setdefault((one.model, one.peer, one.machine), {})[name] = shown
+    workloads = dict.fromkeys(name for cells in rows.values() for name in cells)
+    known = sorted(rows.items(), key=lambda pair: ([*MODELS.values()].index(pair[0][0]), pair[0]))
+    lines = ((*key, *(cells.get(name, "") for name in workloads)) for key, cells in known)
+    return [("model", "against", "machine", *workloads), *lines]
