@@ -40,9 +40,10 @@ NEWEST
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU, and made their passes in
-  turn, with random weights of one distribution. vLLM ran without DeepGEMM, and Qwen3-30B-A3B once more, on another
-  machine and in two rounds, with DeepGEMM for the FP8 layers that are not experts, its own warm-up skipped; with
-  DeepGEMM for experts too vLLM was slower in an earlier run, but for one request. Ratios below 1 are rows too.
+  turn, with random weights of one distribution. *With DeepGEMM*: for the FP8 layers that are not experts, its own
+  warm-up skipped; with DeepGEMM for experts too vLLM was slower in an earlier run, but for one request. DeepGEMM
+  compiles for lengths that it has not seen, so its passes of `1 to 960 in` say nothing of its later speed. Ratios below
+  1 are rows too; that of the H100 is of a build before two changes that its workload asked for.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 

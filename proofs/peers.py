@@ -14,6 +14,7 @@ _RECORDS = {
     "h200-vllm": "1 GPU",
     "h200-vllm-deep-gemm": "1 GPU",
     "h200-shared-contexts": "1 of 2 GPUs, both in use",
+    "h200-shared-among-prompts": "1 of 2 GPUs, both in use",
     "h100-varied-and-sampled": "1 H100, slow host",
 }
 """The machine of each record."""
