@@ -211,5 +211,7 @@ FIXED = [
     Shape((Request(4, 2), Request(0, 1, padded=True), Request(1100, 3), Request(30, 1)), tail=1, window=900),
     Shape((*(Request(past, 1) for past in range(6)), Request(2100, 1), *DECODE), page_size=16),
     Shape((Request(700, 1), Request(150, 1), Request(90, 1)), kv_heads=1, page_size=16),
-    Shape((Request(60, 1), Request(2100, 1), Request(30, 2, 1), Request(0, 1, padded=True), Request(70, 40)), 2, 1, 2),
+    Shape(
+        (Request(60, 1), Request(2100, 1, 1), Request(30, 7, 1), Request(0, 1, padded=True), Request(70, 90)), 2, 1, 2
+    ),
 ]
