@@ -196,7 +196,14 @@ FIXED = [
     Shape((Request(90, 3), Request(2, 2)), kv_heads=1, group=2, dim=16, page_size=3),
     Shape(RAGGED, tail=3),
     Shape(RAGGED, group=1, dim=80, page_size=1),
-    Shape((Request(3, 40), Request(0, 23), Request(64, 1)), tail=1, kv_heads=1, group=7, dim=24, page_size=16),
+    Shape(
+        (Request(3, 40), Request(0, 23), Request(64, 1), Request(0, 2, padded=True)),
+        tail=1,
+        kv_heads=1,
+        group=7,
+        dim=24,
+        page_size=16,
+    ),
     Shape((Request(0, 2),), group=20, dim=1),
     Shape((), tail=2),
     Shape(()),
@@ -212,6 +219,10 @@ FIXED = [
     Shape((*(Request(past, 1) for past in range(6)), Request(2100, 1), *DECODE), page_size=16),
     Shape((Request(700, 1), Request(150, 1), Request(90, 1)), kv_heads=1, page_size=16),
     Shape(
-        (Request(60, 1), Request(2100, 1, 1), Request(30, 7, 1), Request(0, 1, padded=True), Request(70, 90)), 2, 1, 2
+        (Request(60, 1), Request(2100, 1, 1), Request(30, 3, 1), Request(0, 2, padded=True), Request(70, 90)),
+        tail=16,
+        kv_heads=1,
+        group=4,
+        dim=100,
     ),
 ]

@@ -37,6 +37,8 @@ from weft.ops.tiles.tile import power_of_two
 _LOG2_E = 1.4426950408889634
 _TINY = 2.0**-126
 """A scale of less is 0 in a kernel, where products with it are."""
+_WIDEST = 2**30
+"""The largest window of a kernel, in whose 32 bits positions and windows are added; no context is as long."""
 _SEARCHED = 128
 """Requests among which a program looks for the owner of a block at a time: the same for all batches, so that they share
 a compiled kernel."""
@@ -278,6 +280,7 @@ def _launch_attend(
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
+    window = min(window, _WIDEST)
     if window and not batch_invariant:  # segments are counted from position 0
         context = min(context, window + max_query_len)
     shapes = tokens, requests, group, kv_heads, dim, context, max_query_len

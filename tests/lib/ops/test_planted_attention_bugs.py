@@ -64,7 +64,7 @@ _FEW = tuple(
     next(shape for shape in FIXED if request in shape.requests)
     for request in (Request(662, 3), Request(150, 1), Request(1100, 3), Request(1400, 1), Request(2100, 1))
 )
-_ALL = _MIXED, *_FEW
+_ALL = _MIXED, next(shape for shape in FIXED if Request(0, 23) in shape.requests), *_FEW
 _BUGS = (
     Bug("both shares of a part have one place", "shares", "2 * part + tl.where(begins, 1, 0)", "2 * part", _ALL),
     Bug("no part has a tile more", "shares", " + tl.minimum(part, total % parts)", "", _ALL),
@@ -77,6 +77,9 @@ _BUGS = (
     Bug("the last part is that of the tile before", "block", "earlier + count - 1", "earlier + count - 2", _ALL),
     Bug("all contexts are taken for equal", "block", "tl.cast(even, tl.int32)", "1", _ALL),
     Bug("decodes have the programs of requests alone", "paged", "tl.maximum(num_reqs, parts)", "num_reqs", _ALL),
+    Bug("padding among prompts stays", "paged", "// GROUP) & (seq_len > 0)", "// GROUP)", _ALL),
+    Bug("the tail is left to more programs", "paged", "programs - few", "programs", _ALL),
+    Bug("only the first shares are combined", "output", "last + 1, SHARES)", "first + 1, SHARES)", _ALL),
     Bug("nothing is zeroed without a tile", "output", "if shared | (own <= 0):", "if shared:", _ALL),
     Bug("dead tokens have the mean of shares", "output", "tl.where(live[:, None]", "tl.where(inside[:, None]", _ALL),
     Bug("only the first rows are combined", "output", "query_len * GROUP, step):", "EACH, step):", _ALL),
