@@ -23,10 +23,11 @@ Two tables and two pictures, made from the records in `proofs/results/` by
 
 ## Beside vLLM
 
-weft's output tokens a second over vLLM's, by medians, and in brackets weft's own; both were alive on one GPU, and took
-turns. Each is the newest record of its model, workload and machine; the table of all figures has the build, the range
-and vLLM's own. A workload is the number of requests, and the tokens in and out of each; with ¹, tokens of prompts count
-too.
+weft's output tokens a second over vLLM's, by medians, and in brackets weft's own; both were alive on one GPU, an H200
+if no other is named, and took turns. vLLM had no sampler of FlashInfer's, and DeepGEMM only where it is named. With
+both GPUs of a host in use, vLLM's small models are slower than alone, so those ratios flatter weft. Each is the newest
+record of its model, workload and machine; the table of all figures has the build, the range and vLLM's own. A workload
+is the number of requests, and the tokens in and out of each; with ¹, tokens of prompts count too.
 
 NEWEST
 
@@ -36,7 +37,7 @@ NEWEST
   compare; of rows that differ in their date alone, the last is of the newest build.
 - **machine**: GPUs are NVIDIA H200, if no other is named, with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the
   CPU takes longer to prepare a step of a small model than the GPU takes to run it. With *both in use* another model was
-  measured on the second GPU, which slows the host: there vLLM had 402 tokens/s at one request of Qwen3-0.6B, alone 493.
+  measured on the second GPU, which slows the host.
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU, and made their passes in

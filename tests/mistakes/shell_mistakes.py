@@ -22,6 +22,27 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["verify", "--modle=demo"],
         "weft verify: error: unrecognized arguments: --modle=demo (instead: --model, or see weft verify --help)",
     ),
+    "a model without its option": (
+        ["generate", "demo", "--prompt", "A"],
+        "unrecognized arguments: demo (instead: --model demo, or see weft generate --help)",
+    ),
+    "an option of vLLM's": (
+        ["serve", "demo", "--tensor-parallel-size", "2"],
+        "unrecognized arguments: --tensor-parallel-size 2 (instead: --tp, or see weft serve --help)",
+    ),
+    "an option that only begins like others": (
+        ["generate", "--model", "demo", "--prompt", "A", "--batch-size", "3"],
+        "unrecognized arguments: --batch-size 3 (instead: see weft generate --help)",
+    ),
+    "sampling that the command does not have": (
+        ["generate", "--model", "demo", "--prompt", "A", "--top-p", "0.5"],
+        "instead: in Python, weft.generate(..., sampling=weft.SamplingParams(...)), or see weft generate --help)",
+    ),
+    "a model of no such name to serve": (["serve", "dmo"], "error: weft serve dmo\n  saw: there is no folder 'dmo'"),
+    "longer requests than the model has": (
+        ["serve", "demo", "--max-model-len", "9999"],
+        "saw: the model's limit is 512\n  instead: --max-model-len 512, or fewer",
+    ),
     "an option that is none": (
         ["doctor", "--tensor-parallel-size=2"],
         "weft doctor: error: unrecognized arguments: --tensor-parallel-size=2 (instead: see weft doctor --help)",

@@ -108,6 +108,14 @@ _ADAPTERS = "adapters=[weft.load_adapter(model, folder)]"
 _COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)}
 
 
+_NEAR = 0.81
+"""How near a flag is that was meant: a letter or two, not a common beginning."""
+_ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
+"""The flags of weft that have other names in vLLM."""
+_SAMPLING = "--top-p", "--top-k", "--min-p", "--stop"
+_IN_PYTHON = "in Python, weft.generate(..., sampling=weft.SamplingParams(...))"
+
+
 def parse(words: Sequence[str]) -> Options:
     """The options of the command that the words call. It refuses a flag that the command does not have, and names the
     nearest flag that it has.
@@ -120,7 +128,12 @@ def parse(words: Sequence[str]) -> Options:
     if strange:
         parser = given.parser
         flags = [word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")]
-        near = difflib.get_close_matches(strange[0].partition("=")[0], flags, n=1)
+        word = strange[0].partition("=")[0]
+        near = difflib.get_close_matches(word, flags, n=1, cutoff=_NEAR)
+        if not word.startswith("-") and "--model" in flags:
+            near = [f"--model {word}"]
+        elif not near and (word in _SAMPLING or _ELSEWHERE.get(word) in flags):
+            near = [_ELSEWHERE.get(word, _IN_PYTHON)]
         remedy = ", or ".join((*near, f"see {parser.prog} --help"))
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
     given = build_parser().parse_args(words)

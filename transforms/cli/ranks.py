@@ -166,6 +166,11 @@ def _read_config(model: str, call: str) -> ModelConfig:
     return open_checkpoint(model, call).read_config(call, strict=False)
 
 
+def _model_call(options: ModelOptions) -> str:
+    """The part of the command that names the model, as it was written."""
+    return f"weft serve {options.model}" if isinstance(options, Serve) else f"--model {options.model}"
+
+
 def read_config(options: ModelOptions) -> ModelConfig:
     """The configuration of the folder or the preset. It is read before anything is loaded, and so is that of the model
     that drafts.
@@ -179,7 +184,7 @@ def read_config(options: ModelOptions) -> ModelConfig:
     if options.model is None:
         config = parse_config(PRESETS[str(options.preset)], source=f"preset {options.preset!r}")
     else:
-        config = _read_config(options.model, f"--model {options.model}")
+        config = _read_config(options.model, _model_call(options))
     count = num_stages(options)
     written = f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
     with options.about(written, ProgramError):
@@ -203,7 +208,7 @@ def open_model(options: RunOptions, here: Here) -> Model:
         kind["shard"] = here.shard
         model = random_model(config, seed=options.seed or 0, device=here.device, **kind)
         if options.model is not None:
-            call = f"--model {options.model}"
+            call = _model_call(options)
             checkpoint = open_checkpoint(options.model, call)
             template = checkpoint.read_chat_template(call)
             model = attrs.evolve(model, tokenizer=checkpoint.read_tokenizer(call, False), chat_template=template)

@@ -35,7 +35,10 @@ def run(options: Serve) -> int:
         importlib.import_module("weft.transforms.server.app")  # an error here comes before the model is loaded
     except ImportError as error:
         options.refuse("", f"{error}", "pip install 'weft[serve]'")
-    read_config(options)
+    asked, limit = options.max_model_len, read_config(options).max_position_embeddings
+    if asked is not None and asked > limit:
+        flag = "--max-model-len"
+        options.refuse(f"{flag} {asked}", f"the model's limit is {limit}", f"{flag} {limit}, or fewer")
     with _signals_forwarded():
         return in_ranks(_serve, options, options, name)
 
