@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from weft.proofs.peers import newest_table, peer_rows
+from weft.proofs.bench.turns.tables import newest_table, peer_rows
 from weft.proofs.pictures import modes, roofline, tiles
 from weft.proofs.predictions import predicted_rows
 from weft.proofs.records import read, served, span, speeds

@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["generate", "demo", "--prompt", "A"],
         "unrecognized arguments: demo (instead: --model demo, or see weft generate --help)",
     ),
+    "a prompt without quotes": (
+        ["generate", "--model", "demo", "--prompt", "The", "function"],
+        "unrecognized arguments: function (instead: see weft generate --help)",
+    ),
     "an option of vLLM's": (
         ["serve", "demo", "--tensor-parallel-size", "2"],
         "unrecognized arguments: --tensor-parallel-size 2 (instead: --tp, or see weft serve --help)",

@@ -109,7 +109,7 @@ _COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor
 
 
 _NEAR = 0.81
-"""How near a flag is that was meant: a letter or two, not a common beginning."""
+"""How alike a flag and the one that was written are, of 1, if it is named as the one that was meant."""
 _ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
 """The flags of weft that have other names in vLLM."""
 _SAMPLING = "--top-p", "--top-k", "--min-p", "--stop"
@@ -130,9 +130,9 @@ def parse(words: Sequence[str]) -> Options:
         flags = [word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")]
         word = strange[0].partition("=")[0]
         near = difflib.get_close_matches(word, flags, n=1, cutoff=_NEAR)
-        if not word.startswith("-") and "--model" in flags:
+        if not word.startswith("-") and "--model" in flags and getattr(given, "model", None) is None:
             near = [f"--model {word}"]
-        elif not near and (word in _SAMPLING or _ELSEWHERE.get(word) in flags):
+        elif not near and ((word in _SAMPLING and "--prompt" in flags) or _ELSEWHERE.get(word) in flags):
             near = [_ELSEWHERE.get(word, _IN_PYTHON)]
         remedy = ", or ".join((*near, f"see {parser.prog} --help"))
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")

@@ -81,7 +81,7 @@ _LEAVES = (
 )
 _FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
-_GRAPH = "graph mode (default full_and_piecewise; none on a CPU, where it saves no time"
+_GRAPH = "graph mode (default full_and_piecewise; none on a CPU, which starts sooner"
 
 
 @attrs.frozen(kw_only=True)

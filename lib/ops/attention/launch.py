@@ -30,7 +30,8 @@ _FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
 """With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest share would have more
 than 9 eighths of a part; with more programs, which hide each other's waits, than 12 eighths."""
 _SPARE, _MIXED_SPARE = 192, 1024
-"""The positions of the largest share that take no longer than what parts cost; among prompts, no longer than these."""
+"""How many positions longer than a part the largest share may be before contexts are cut into parts, in decodes and
+among prompts: as many as a program attends to while parts would be combined, or while prompts are attended to anyway."""
 _LONG = 2048
 """The most positions in which a request is left to one program, however short the others are: it ends soon enough."""
 _FEW_INVARIANT_WAVES = 1
@@ -141,12 +142,12 @@ def plan_launch(
         parts = min(places, num_reqs * tiles) if few or not one_block else num_reqs
         parts = parts if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED else 0
     slack, spare = _FEW_SLACK if few and one_block else _SLACK, (_SPARE if one_block else _MIXED_SPARE) // keys
-    shared = one_block and splits + parts > 1
-    small = rows == 16 and shared and warps == 4 and kv_itemsize == 2
-    fits = (warps == 8 or small) and itemsize == 2 and rows * dims * (1 + shared) <= _PROMPT_ROWS * 128
+    all_share = one_block and splits + parts > 1
+    small = rows == 16 and all_share and warps == 4 and kv_itemsize == 2
+    fits = (warps == 8 or small) and itemsize == 2 and rows * dims * (1 + all_share) <= _PROMPT_ROWS * 128
     registers = _MOST_REGISTERS if fits else None
     programs = max(blocks * splits, parts) if one_block else blocks + (max(num_reqs, parts) if share_rows else 0)
-    sharing = rows if shared else share_rows, programs, splits, parts, slack, spare
+    sharing = rows if all_share else share_rows, programs, splits, parts, slack, spare
     return Launch(rows, queries, keys, dims, one_block, *sharing, warps, stages, registers, segments)
 
 

@@ -287,11 +287,11 @@ def _launch_attend(
     plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant)
     segment = SEGMENT if batch_invariant else 0
     quantized, scales = scales is not None, out if scales is None else scales
-    shared = out, out, out, out
+    results = out, out, out, out  # of shares: there are none
     if plan.shared:
         sizes = (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.share_rows)
         maxima, spans = q.new_empty(sizes, dtype=torch.float32), q.new_empty((requests, 4), dtype=torch.int32)
-        shared = q.new_empty((*sizes, dim), dtype=torch.float32), maxima, torch.empty_like(maxima), spans
+        results = q.new_empty((*sizes, dim), dtype=torch.float32), maxima, torch.empty_like(maxima), spans
     searched = max(64, power_of_two(requests)) if plan.parts else 1 if plan.one_block else _SEARCHED
     grid = (plan.programs, kv_heads) if plan.one_block else (plan.programs * kv_heads,)
     attend_kernel[grid](
@@ -299,7 +299,7 @@ def _launch_attend(
         kv_pages,
         *where,
         out,
-        *shared,
+        *results,
         scales,
         requests,
         tokens,
@@ -336,7 +336,7 @@ def _launch_attend(
         **early(q),
     )
     if plan.shared:
-        tensors = *shared, slot_mapping, query_start_loc, seq_lens, out, scales
+        tensors = *results, slot_mapping, query_start_loc, seq_lens, out, scales
         combine(plan, tensors, q, kv_heads, max_query_len, window)
 
 

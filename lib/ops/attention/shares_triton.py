@@ -68,8 +68,13 @@ def requests_of(
     index, query_start_loc, seq_lens, num_reqs, parts, slack, spare,
     QUERIES: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """What program `index` attends to: its first request, their number, whether it has a split of one, and, if not, the
-    tiles of all requests, the first one of its part, the one after the last, and those before its first request."""
+    """What program `index` attends to.
+
+    Returns:
+        Its first request; how many it has; and whether contexts are about equal, so that it has a split of one request.
+        If they are not: the tiles of all requests; the first tile of its part; the tile after the last; and the tiles
+        of the requests before its first.
+    """
     tiles, total, even = count_all(
         query_start_loc, seq_lens, num_reqs, parts, slack, spare, QUERIES, SPLITS, UNIT, WINDOW, BLOCK_R
     )
