@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 from pages import ROOT
 
-from weft.proofs import measured, peers, records, roofline as shares
+from weft.proofs import measured, records, roofline as shares
+from weft.proofs.bench.turns import tables
 from weft.proofs.pictures import modes, roofline, tiles
 from weft.proofs.roofline import before_and_after
 
@@ -76,9 +77,9 @@ def test_losses_are_of_many_shapes_and_of_eight_numbers_of_tokens() -> None:
 
 
 def test_the_short_table_has_the_newest_figure_of_each_workload_beside_vllm() -> None:
-    header, *lines = peers.newest_table()
+    header, *lines = tables.newest_table()
     assert header[:4] == ("model", "against", "machine", "128 requests, 2 in, 512 out")
-    assert {line[:3] for line in lines} == {(one.model, one.peer, one.machine) for one in peers.turns()}
+    assert {line[:3] for line in lines} == {(one.model, one.peer, one.machine) for one in tables.turns()}
     [found] = [line[3:] for line in lines if line[0].startswith("Qwen3-14B")]  # two records, of which this is the later
     assert found[:5] == ("1.11 (11,765)", "1.02 (20,352)", "1.06 (6,794)", "1.09 (129)", "1.06 (982)")
     text = measured.page()

@@ -31,7 +31,7 @@ _FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
 than 9 eighths of a part; with more programs, which hide each other's waits, than 12 eighths."""
 _SPARE, _MIXED_SPARE = 192, 1024
 """How many positions longer than a part the largest share may be before contexts are cut into parts, in decodes and
-among prompts: as many as a program attends to while parts would be combined, or while prompts are attended to anyway."""
+among prompts: a program attends to as many while parts would be combined, or while prompts keep the others busy."""
 _LONG = 2048
 """The most positions in which a request is left to one program, however short the others are: it ends soon enough."""
 _FEW_INVARIANT_WAVES = 1
