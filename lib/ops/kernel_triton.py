@@ -34,7 +34,7 @@ Import this module only where triton is installed.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -91,6 +91,7 @@ class Kernel:
             compiled, constants = known
             compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)
             return
+        self._check_constants(args)
         compiled = _finished(self.jit[grid](*args, **options))
         if not hasattr(compiled, "run"):  # Triton's interpreter returns None
             return
@@ -103,24 +104,40 @@ class Kernel:
     def _compile(self, asked: dict[Any, Any], grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         key = id(self.jit), *_kinds(args, options)
         if key not in asked:
+            self._check_constants(args)
             asked[key] = self.jit.warmup(*args, grid=grid, **options)
+
+    def _check_constants(self, args: Sequence[Any]) -> None:
+        """Constants are given by name: `_kinds` does not tell apart all integers that are given by position."""
+        params = getattr(self.jit, "params", ())[: len(args)]
+        assert not any(param.is_constexpr for param in params), f"a constant of {self.jit} by position"
 
 
 def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
     """Everything about a launch that its compilation may depend on, except the device."""
     found: list[Any] = [*options]
+    _add_kinds(found, args, exact=False)
+    _add_kinds(found, options.values(), exact=True)
+    return found
+
+
+def _add_kinds(found: list[Any], values: Iterable[Any], *, exact: bool) -> None:
+    """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a kernel for: whether it is
+    1, whether 16 divides it, and how wide it is. So most numbers of tokens share one."""
     add = found.append
-    for value in (*args, *options.values()):
+    for value in values:
         kind = type(value)
-        if kind not in _VALUES and isinstance(value, Tensor):
+        if kind is int and not exact:
+            add((value == 1, value % 16 == 0, value.bit_length() // 32))
+        elif kind not in _VALUES and isinstance(value, Tensor):
             add(value.dtype)
             add(value.data_ptr() % 16)
         elif kind is TensorDescriptor:
-            found += _kinds((value.base, *value.shape, *value.strides, *value.block_shape), {})
+            _add_kinds(found, (value.base, *value.shape, *value.strides), exact=False)
+            _add_kinds(found, value.block_shape, exact=True)
         else:
             add(kind)
             add(value)
-    return found
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:

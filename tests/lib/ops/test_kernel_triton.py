@@ -1,5 +1,6 @@
 """Launches of kernels reuse a compiled kernel for arguments of the same kinds, and for no others."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,6 +86,25 @@ def test_what_is_launched_was_compiled_for_such_arguments(calls: Sequence[Any]) 
         assert given[3:] == (options["BLOCK"], options["EVEN"])
     assert len(jit.launched) == 2 * len(calls)
     assert jit.slow <= len(calls), "the second time all are known"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_no_integer_is_launched_with_the_kernel_of_another_kind(named: bool) -> None:
+    for first, second in itertools.product(SIZES, repeat=2):
+        jit = Jit()
+        kernel = Kernel(jit)
+        for size in (first, second, first):
+            given = (*TENSORS[:2], size)
+            kernel[(1,)](*given[: 3 - named], **({"size": size} if named else {}), BLOCK=16, EVEN=True)
+            assert jit.launched[-1][1][2] is size
+
+
+def test_steps_of_other_sizes_share_a_kernel() -> None:
+    jit = Jit()
+    kernel = Kernel(jit)
+    for size in (*range(100), *range(2**40, 2**40 + 100)):
+        kernel[(1,)](*TENSORS[:2], size, BLOCK=16, EVEN=True)
+    assert jit.slow == 5, "1; and 16 divides it or not, in 32 bits and in 64"
 
 
 def test_a_tensor_that_is_named_is_not_kept() -> None:
