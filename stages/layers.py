@@ -5,7 +5,7 @@ the last layer. The blocks are those of a model (`Blocks`), or functions of one'
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
+from weft.ops.constants import is_asking
 from weft.ops.norm import add_parts
 from weft.ops.products.leaves import sum_leaves
 from weft.ops.transfers.collective import axis_size
@@ -24,6 +25,7 @@ from weft.stages.custom.results import blamed_on, changed_layer, check_added, ch
 from weft.stages.custom.sown import at_layer
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import TensorRanks
+from weft.trees import tree_flatten
 
 
 @attrs.frozen
@@ -90,7 +92,7 @@ def run_layers(
         return add_parts(*feed(layer, batch, added, hidden)), pages
 
     added, written, in_place = None, list[Tensor](), True
-    for index, layer in enumerate(params.layers):
+    for index, layer in enumerate(_layers_to_run(config, blocks, functions, params.layers)):
         own, change = kv_pages[index], functions.layers.get(start + index)
         if functions.carries:
             at_layer(start + index)
@@ -106,6 +108,27 @@ def run_layers(
         written.append(pages)
     hidden = hidden if added is None else add_parts(added, hidden)
     return hidden, kv_pages if in_place else torch.stack(written)
+
+
+def _layers_to_run(
+    config: ModelConfig, blocks: Blocks, functions: StageFunctions, layers: Sequence[LayerParams]
+) -> Sequence[LayerParams]:
+    """All layers; while kernels are only asked for, the first two if all are alike, since the others ask for those of
+    the second. The first one's norm is another kernel: there is no result of a layer before it to add. Functions of
+    one's own may differ by layer, and collectives wait for other ranks, which may have other layers."""
+    own = functions.attention, functions.feed_forward, functions.norm, functions.attend, functions.layers
+    if not is_asking() or blocks.ranks is not None or any((*own, functions.captures, functions.carries)):
+        return layers
+    kinds = [_kind(config, layer) for layer in layers]
+    return layers[:2] if all(kind == kinds[0] for kind in kinds) else layers
+
+
+def _kind(config: ModelConfig, layer: LayerParams) -> Any:
+    """What a layer's kernels depend on, other than the batch."""
+    window = config.windows[layer.index] if config.windows else 0
+    leaves, structure = tree_flatten(attrs.evolve(layer, index=0))
+    tensors = (x if x is None else (x.shape, x.stride(), x.dtype, x.storage_offset() % 16) for x in leaves)
+    return window, structure, *tensors
 
 
 def _attend(

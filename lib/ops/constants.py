@@ -1,8 +1,10 @@
-"""Which tensors are not written while a function runs: what a kernel may read before the last kernel has ended."""
+"""What is known of the function that runs: which tensors nothing writes meanwhile, so that a kernel may read them
+before the last one has ended, and whether it runs only so that its kernels are compiled."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
@@ -10,6 +12,13 @@ from weft.torchapi.private import storage_id
 
 _CONSTANT: ContextVar[frozenset[int]] = ContextVar("weft.constant", default=frozenset())
 """The storages of these tensors."""
+ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
+"""While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind; otherwise None."""
+
+
+def is_asking() -> bool:
+    """Whether this thread's launches only ask for kernels: no result is computed."""
+    return ASKED.get() is not None
 
 
 @contextlib.contextmanager

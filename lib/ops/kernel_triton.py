@@ -36,7 +36,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ from tqdm.auto import tqdm
 from triton.language.target_info import cuda_capability_geq
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.ops.constants import ASKED
 from weft.ops.tiles.tile import FEW_TOKENS
 from weft.torchapi.private import current_device
 
@@ -60,9 +60,6 @@ _PLAIN = frozenset((bool, int, str, type(None), tl.dtype))
 """Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0 equals -0.0."""
 _VALUES = _PLAIN | {float}
 """The types of nearly all arguments that are no tensors."""
-_ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
-"""Inside `compiling()`, the kernels that were asked for so far, by kind. Triton itself takes half a millisecond to
-recognise a kernel that is still being compiled."""
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Whether kernels run in Triton's interpreter, on the CPU."""
@@ -81,7 +78,7 @@ class Kernel:
         self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        if (asked := _ASKED.get()) is not None:
+        if (asked := ASKED.get()) is not None:  # Triton takes half a millisecond to know one that is being compiled
             return functools.partial(self._compile, asked, grid)
         return functools.partial(self._launch, grid)
 
@@ -122,8 +119,8 @@ def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
 
 
 def _add_kinds(found: list[Any], values: Iterable[Any], *, exact: bool) -> None:
-    """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a kernel for: whether it is
-    1, whether 16 divides it, and how wide it is. So most numbers of tokens share one."""
+    """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a kernel for: whether it
+    is 1, whether 16 divides it, and how wide it is. So most numbers of tokens share one."""
     add = found.append
     for value in values:
         kind = type(value)
@@ -174,7 +171,7 @@ def compiling() -> Iterator[None]:
     Raises:
         Whatever Triton's compiler raises, on exit.
     """
-    if _ASKED.get() is not None:
+    if ASKED.get() is not None:
         yield
         return
     mode = getattr(triton, "AsyncCompileMode", None)  # older versions compile one after another
@@ -182,18 +179,13 @@ def compiling() -> Iterator[None]:
     bar = tqdm(desc="compile", unit="", total=0, leave=False, disable=None, delay=_BAR_AFTER)
     with bar, _Workers(bar) as workers:
         with contextlib.nullcontext() if mode is None else mode(workers):
-            token = _ASKED.set(asked)
+            token = ASKED.set(asked)
             try:
                 yield
             finally:
-                _ASKED.reset(token)
+                ASKED.reset(token)
         for future in [workers.submit(_make_launcher, compiled) for compiled in asked.values()]:
             future.result()
-
-
-def is_asking() -> bool:
-    """Whether this thread's launches only ask for kernels, inside `compiling()`."""
-    return _ASKED.get() is not None
 
 
 def _make_launcher(compiled: Any) -> None:

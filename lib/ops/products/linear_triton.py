@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.constants import is_constant
-from weft.ops.kernel_triton import begin, early, is_asking, kernel, release
+from weft.ops.constants import is_asking, is_constant
+from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
 from weft.ops.products.blocks_triton import gated, grouped, multiply
 from weft.ops.products.gate_triton import silu_mul
