@@ -33,6 +33,7 @@ Import this module only where triton is installed.
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,6 +77,8 @@ class Kernel:
         self.jit = jit
         self._device = current_device()
         self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        given = inspect.signature(jit.fn).parameters.values() if hasattr(jit, "fn") else ()
+        self._constant = ["constexpr" in str(parameter.annotation) for parameter in given]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         if (asked := ASKED.get()) is not None:  # Triton takes half a millisecond to know one that is being compiled
@@ -106,8 +109,7 @@ class Kernel:
 
     def _check_constants(self, args: Sequence[Any]) -> None:
         """Constants are given by name: `_kinds` does not tell apart all integers that are given by position."""
-        params = getattr(self.jit, "params", ())[: len(args)]
-        assert not any(param.is_constexpr for param in params), f"a constant of {self.jit} by position"
+        assert not any(self._constant[: len(args)]), f"a constant of {self.jit} is given by position"
 
 
 def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:

@@ -145,7 +145,7 @@ def _launch_by_triton(table: Tensor, arity: int, copies: Copies, others: Sequenc
     """A launch by Triton's own launcher. It keeps the copies alive, whose addresses are in the table."""
     # Tensors that no row names may have any address.
     addresses = [x.data_ptr() for x in others] + [table.data_ptr()] * (arity - len(others))
-    _copy_kernel.jit[(len(table),)](tuple(addresses), table, _BLOCK, num_warps=_WARPS)
+    _copy_kernel.jit[(len(table),)](tuple(addresses), table, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 def ask_for_kernels(device: torch.device, count: int) -> None:
@@ -159,7 +159,7 @@ def _copy_nothing(launched: Any, device: torch.device, arity: int) -> Any:
     no_bytes = torch.zeros(1, 6, dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         # An odd address, so that the kernel is not specialised to multiples of 16.
-        return launched[(1,)]((2**40 + 1,) * arity, no_bytes, _BLOCK, num_warps=_WARPS)
+        return launched[(1,)]((2**40 + 1,) * arity, no_bytes, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 pytest.importorskip("triton")
 
+from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -105,6 +106,24 @@ def test_steps_of_other_sizes_share_a_kernel() -> None:
     for size in (*range(100), *range(2**40, 2**40 + 100)):
         kernel[(1,)](*TENSORS[:2], size, BLOCK=16, EVEN=True)
     assert jit.slow == 5, "1; and 16 divides it or not, in 32 bits and in 64"
+
+
+def test_a_constant_by_position_is_refused() -> None:
+    def of_constants(x, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        pass
+
+    class Checked(Jit):
+        fn = staticmethod(of_constants)
+        arg_names = ("x", "size", "BLOCK")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            return lambda *args, **options: self.launched.append((args, options))
+
+    jit = Checked()
+    Kernel(jit)[(1,)](TENSORS[0], 16, BLOCK=16)
+    with pytest.raises(AssertionError, match="by position"):
+        Kernel(jit)[(1,)](TENSORS[0], 16, 16)
+    assert len(jit.launched) == 1
 
 
 def test_a_tensor_that_is_named_is_not_kept() -> None:

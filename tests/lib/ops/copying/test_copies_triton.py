@@ -1,6 +1,7 @@
 """The copying kernel, interpreted and on a GPU, by itself and in graphify."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ def check_padded(device: str, launches: list[int]) -> None:
 
 def test_graphify_with_the_kernel_interpreted(tmp_path: Path) -> None:
     assert run_interpreted(_GRAPHIFIED, tmp_path) == "done\n"
+
+
+@pytest.mark.parametrize("count", [0, 1, ARITIES[0] + 1, 10_000])
+def test_the_kernels_that_copies_of_so_many_need_are_asked_for(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from weft.ops.copying import copies_triton
+    from weft.ops.kernel_triton import Kernel, compiling
+
+    asked: list[Any] = []
+
+    class Jit:
+        fn = staticmethod(copies_triton._copy_kernel.jit.fn)
+
+        def warmup(self, *args: Any, **options: Any) -> None:
+            asked.append((len(args[0]), options["BLOCK"]))
+
+    monkeypatch.setattr(copies_triton, "_copy_kernel", Kernel(Jit()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with compiling():
+        copies_triton.ask_for_kernels(torch.device("cpu"), count)
+    needed = [arity for before, arity in zip((0, *ARITIES), ARITIES, strict=False) if before < max(count, 1)]
+    assert asked == [(arity, 1024) for arity in needed]
 
 
 # On a GPU
