@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_served_is_refused(
 def test_an_older_weft_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": by_turns.Workload(2, 2, 3)})
+    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": by_turns.Workload(2, 2, 3, num_long=1, long_len=40)})
     model = tmp_path / "small-one"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(PRESETS["tiny"]))
@@ -68,6 +68,7 @@ def test_an_older_weft_beside_weft(
     record = json.loads((tmp_path / "older-small-one-pp1.json").read_text())
     assert record["preset"] == "small-one"
     assert [row["engine"] for row in record["rows"]] == ["weft", "older", "older", "weft"]
+    assert [row["input_tokens"] for row in record["rows"]] == [42] * 4
     [row] = record["table"]
     assert row["ratio"] == pytest.approx(record["rows"][2]["seconds"] / record["rows"][3]["seconds"])
     assert "the older build in" in capsys.readouterr().out

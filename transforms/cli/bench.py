@@ -103,8 +103,8 @@ def workload_of(options: Bench) -> Workload:
 def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """The JSON report: the options, the environment, and the figures. Times are in seconds, except for `ttft`, `tpot`
     and `itl`, which are in milliseconds."""
-    names = "num_prompts max_num_seqs max_step_seconds temperature seed run_ahead speculate draft transport device"
-    wanted = {name: getattr(options, name) for name in ("model", "preset", "dummy", "dtype", *names.split())}
+    names = "model preset dummy dtype num_prompts max_num_seqs max_step_seconds num_pages temperature seed run_ahead"
+    wanted = {name: getattr(options, name) for name in (*names.split(), "speculate", "draft", "transport", "device")}
     wanted |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
     wanted |= {"max_num_tokens": found["max_num_tokens"], "graph": options.graphs[0]}
     wanted |= {"stages": options.num_stages, "own_stages": options.stages}

@@ -65,6 +65,7 @@ _model, _general, _prompts, _sampling, _measured, _load, _machine, _how, _networ
     partial(option, group) for group in GROUPS
 )
 
+_NUM_PAGES = "pages of the KV cache (default: what fits in memory, or what all requests can use)"
 _STEP_SECONDS = (
     "the most seconds of a step with prompts, which then has as few tokens as need be, so that decodes wait less; "
     "measured at the start (default: no limit)"
@@ -259,9 +260,7 @@ class Serve(WeightOptions):
     max_num_tokens: int | None = _how(f"tokens per step (default {_TOKENS_PER_STEP})", whole("N", 1, 2**17))
     max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
     max_model_len: int | None = _how("tokens of a request (default: the model's limit, at most 4096)", COUNT)
-    num_pages: int | None = _how(
-        "pages of the KV cache (default: what fits in memory, or what all requests can use)", COUNT
-    )
+    num_pages: int | None = _how(_NUM_PAGES, COUNT)
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
     seed: int | None = _how("seed of requests without one (default: a fresh one)", SEED)
 
@@ -291,6 +290,7 @@ class Bench(WeightOptions):
         f"tokens per step (default {_TOKENS_PER_STEP}; with --eval as --max-num-seqs)", whole("N", 1, 2**17)
     )
     max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
+    num_pages: int | None = _how(_NUM_PAGES, COUNT)
     pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)
     graph: str | None = _how(f"{_GRAPH}; with --eval all, one by one)", (*MODES, "all"))
     run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)

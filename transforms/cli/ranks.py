@@ -270,6 +270,7 @@ def make_engine(
         max_num_reqs=options.max_num_seqs,
         max_num_tokens=options.tokens_per_step,
         max_model_len=max_model_len,
+        num_pages=options.num_pages,
         num_cohorts=num_cohorts,
         max_step_seconds=options.max_step_seconds,
     )

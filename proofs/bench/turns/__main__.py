@@ -10,16 +10,16 @@ A model is a preset of `weft bench`, or a folder with a `config.json`. Each engi
 times after a first pass; the one that is first alternates. weft starts first, and vLLM may then use 7/6 of the memory
 that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
 experts; no completion ends early. The temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has
-prompts of 1 to 960 tokens, `uneven` of 1 to 7,936. Both run as many requests at once as a workload of the run has. vLLM
-has its defaults but for the arguments and variables that the record names. An older weft is a checkout from 2026-11-24
-on; give both memory enough, since an engine takes fewer pages where there is less.
+prompts of 1 to 960 tokens, `uneven` of 1 to 7,936; in `few_long` 4 of 15,360 come before 128 of 512. Both run as many
+requests at once as a workload of the run has. vLLM has its defaults but for the arguments and variables that the record
+names. An older weft is a checkout from 2026-11-24 on, for `few_long` from 2026-11-29; give both memory enough, since an
+engine takes fewer pages where there is less.
 """
 
 import argparse
 import itertools
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -32,53 +32,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
 from weft.errors import WeftError
 from weft.proofs.bench.turns.peer import write
+from weft.proofs.bench.turns.workloads import LONG, WORKLOADS, Workload, num_pages
 from weft.stages.config import parse_config
 from weft.stages.random_weights import PRESETS
 
-
-class Workload(NamedTuple):
-    """Requests that all arrive at once.
-
-    Args:
-        num_requests: their number.
-        input_len: the tokens of each prompt; if `varied`, the most, and every number from 1 is as likely.
-        output_len: the tokens of each completion.
-        varied: prompts differ in length. Both engines have the same lengths in a round, and others in the next.
-        sampling: of all requests, under the names that both engines give them.
-    """
-
-    num_requests: int
-    input_len: int
-    output_len: int
-    varied: bool = False
-    sampling: Mapping[str, float] = {"temperature": 1.0}
-
-    def turn(self, seed: int) -> dict[str, Any]:
-        """The requests of one round, for both engines: prompt lengths, completion length, sampling."""
-        draw, lengths = random.Random(seed), [self.input_len] * self.num_requests
-        lengths = [draw.randint(1, one) for one in lengths] if self.varied else lengths
-        return {"input_lens": lengths, "output_len": self.output_len, "sampling": self.sampling}
-
-
-WORKLOADS = {
-    "decode": Workload(128, 2, 512),
-    "prefill": Workload(128, 512, 64),
-    "mixed": Workload(128, 512, 512),
-    "one": Workload(1, 2, 256),
-    "eight": Workload(8, 2, 256),
-    "varied": Workload(128, 960, 64, varied=True),
-    "sampled": Workload(128, 2, 512, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95}),  # as Qwen3 advises
-    "long": Workload(16, 7936, 256),
-    "uneven": Workload(32, 7936, 512, varied=True),
-}
-_LONG = "long", "uneven"
-"""Run only when asked for: with room for 128 requests of that length, one engine would leave the other no memory."""
 _START_SECONDS, _TURN_SECONDS, _STOP_SECONDS = 300.0, 120.0, 20.0
 _POLL_SECONDS, _SAMPLE_SECONDS = 0.005, 2.0
 _CHOICES = re.compile(
@@ -182,7 +145,7 @@ def watched(gpu: str) -> Iterator[list[list[float]]]:
 def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start both engines with a model and let them take turns: after each round, all that was measured so far."""
     workloads = {name: WORKLOADS[name] for name in given.workloads}
-    longest = max(((one.input_len, one.output_len) for one in workloads.values()), key=sum)
+    longest = max((one.longest for one in workloads.values()), key=sum)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         (folder / "driver").write_text(str(os.getpid()))
@@ -192,6 +155,8 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         own = {"model": str(model), "load_format": "dummy", "pp": given.pp}
         most = max(one.num_requests for one in workloads.values())
         own |= {"input_len": longest[0], "output_len": longest[1], "max_num_seqs": most}
+        if (pages := num_pages(workloads.values())) is not None:
+            own["num_pages"] = pages
         command = [sys.executable, str(Path(__file__).with_name("own.py")), temporary, json.dumps(own)]
         weft = stack.enter_context(running("weft", folder, [*command, "weft"], given.gpus))
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
@@ -322,7 +287,7 @@ def _refusal(given: argparse.Namespace) -> str | None:
     for name, config in given.models:
         positions = parse_config(config, source=name).max_position_embeddings
         for workload in given.workloads:
-            length = WORKLOADS[workload].input_len + WORKLOADS[workload].output_len
+            length = sum(WORKLOADS[workload].longest)
             if length > positions:
                 seen = f"{workload} has requests of {length} tokens, and {name} has {positions} positions"
                 return f"--workloads {workload}: {seen}: pass other workloads"
@@ -361,8 +326,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--workloads",
         nargs="+",
         choices=WORKLOADS,
-        default=[name for name in WORKLOADS if name not in _LONG],
-        help=f"in order (all but {' and '.join(_LONG)})",
+        default=[name for name in WORKLOADS if name not in LONG],
+        help=f"in order (all but {', '.join(LONG)})",
     )
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="after the first pass (4)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of both (1)")

@@ -39,6 +39,8 @@ class Turns:
     def workload(self) -> str:
         """The requests, and their tokens in and out."""
         count, lengths = self.row["num_requests"], f"{self.row['input_len']} in, {self.row['output_len']} out"
+        if long := self.row.get("num_long"):
+            lengths = f"{lengths}, {long} of them {self.row['long_len']} in"
         own = {**dict.fromkeys(("varied", "uneven"), f"1 to {lengths}"), "sampled": f"{lengths}, top-k, top-p"}
         return f"{count} request{'s' * (count > 1)}, {own.get(self.row['workload'], lengths)}"
 

@@ -96,6 +96,13 @@ def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
 NOTHING: Any = {field.name: {} if "Mapping" in str(field.type) else 0 for field in attrs.fields(Stats)}
 
 
+def test_requests_wait_for_pages_where_few_are_asked_for(run: Weft) -> None:
+    found = measured(run, "--num-pages", "1")
+    assert found["wanted"]["num_pages"] == 1
+    assert found["output_tokens"] == 35
+    assert found["num_steps"] == 35, "one request of one page after the other"
+
+
 def test_the_tables_are_for_reading(run: Weft) -> None:
     code, out, err = run("--preset", "tiny", "--device", "cpu", *SMALL)
     assert (code, err) == (0, "")
