@@ -44,13 +44,13 @@ NEWEST
   turn, with random weights of one distribution. *With DeepGEMM*: for the FP8 layers that are not experts, its own
   warm-up skipped; with DeepGEMM for experts too vLLM was slower in an earlier run, but for one request. DeepGEMM
   compiles for lengths that it has not seen, so its passes of `1 to 960 in` say nothing of its later speed. Ratios below
-  1 are rows too; that of an H100 is of a build before two changes that its workload asked for, and a later build is in
-  the short table.
+  1 are rows too; that of an H100 is of a build before two changes that it asked for: the short table has a later one.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 
 To measure a model of your own beside vLLM: `python -m weft.proofs.bench.turns --python PYTHON --models FOLDER --out
-RECORDS`, where PYTHON has vLLM, and FOLDER needs only a `config.json`; `--workloads long uneven few_long` has long prompts.
+RECORDS`, where PYTHON has vLLM, and FOLDER needs only a `config.json`. `--workloads long uneven few_long` has long
+prompts.
 
 Each command to repeat a measurement is a module of `proofs/bench/` (`python -m weft.proofs.bench.serving --help`);
 `proofs/bench/NOTES.md` says what was learned. Decode steps by number of requests and by context, as curves:
