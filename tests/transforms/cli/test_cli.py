@@ -111,10 +111,12 @@ def test_without_a_tokenizer_ids_are_shown(run: Weft, ids_only: str) -> None:
 
 
 def test_an_error_speaks_of_the_command_and_its_flags() -> None:
-    error = RequestError("Engine(model, limits)", "max_num_reqs=4, where num_pages=2", "max_num_reqs=2 or fewer")
+    error = RequestError(
+        "Engine(model, limits)", "max_num_reqs=4, num_pages=2, num_cohorts=1", "max_num_reqs=2 or fewer"
+    )
     assert in_flags(error, ["bench", "--preset", "tiny", "--out", "a b"]) == (
         "weft bench --preset tiny --out 'a b'\n"
-        "  saw: --max-num-seqs 4, where num_pages=2\n"
+        "  saw: --max-num-seqs 4, --num-pages 2, num_cohorts=1\n"
         "  instead: --max-num-seqs 2 or fewer"
     )
     only = RequestError("predict(config, 2, cohorts=5)", "5 cohorts", "1")
