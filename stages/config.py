@@ -4,6 +4,7 @@ Weft uses a field, or knows that its value changes nothing, or raises an error b
 does not do. Fields that weft does not know are listed in one warning; reading the file strictly makes that an error.
 """
 
+import difflib
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from weft.stages.architectures import (
     supported,
 )
 from weft.stages.attention.rope import Rope, parse_rope
+from weft.stages.checkpoints.known_models import NAMES
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
@@ -252,7 +254,8 @@ def find_file(folder: Path, names: Sequence[str], call: str, instead: str, other
         instead = f"its folder: {str(folder.parent)!r}"
     elif not os.path.isdir(folder):
         seen = f"there is no folder {str(folder)!r:.300}"
-        instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
+        near = [f"'{name}', which weft knows, or " for name in difflib.get_close_matches(str(folder), NAMES, n=1)]
+        instead = f"pass {''.join(near)}a local folder; `hf download <name> --local-dir <folder>` makes one"
     else:
         for pattern, remedy in others.items():
             if file := min(folder.glob(pattern), default=None):

@@ -277,6 +277,8 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         "load_config('Qwen/Qwen3-0.6B')\n  saw: there is no folder 'Qwen/Qwen3-0.6B'\n"
         "  instead: pass a local folder; `hf download <name> --local-dir <folder>` makes one"
     )
+    with pytest.raises(CheckpointNotFoundError, match=r"pass 'smollm2', which weft knows, or a local folder; `hf"):
+        load_config("smolm2")
     with pytest.raises(CheckpointNotFoundError, match=r"has no config\.json"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["Llama')
