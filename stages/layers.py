@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
-from weft.ops.constants import is_asking
+from weft.ops.constants import is_asking, kernel_kind
 from weft.ops.norm import add_parts
 from weft.ops.products.leaves import sum_leaves
 from weft.ops.transfers.collective import axis_size
@@ -25,6 +25,7 @@ from weft.stages.custom.results import blamed_on, changed_layer, check_added, ch
 from weft.stages.custom.sown import at_layer
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import TensorRanks
+from weft.torchapi.private import in_functorch_transform
 from weft.trees import tree_flatten
 
 
@@ -107,7 +108,7 @@ def run_layers(
         in_place = in_place and pages is own
         written.append(pages)
     hidden = hidden if added is None else add_parts(added, hidden)
-    return hidden, kv_pages if in_place else torch.stack(written)
+    return hidden, kv_pages if in_place else torch.stack([*written, *kv_pages[len(written) :]])
 
 
 def _layers_to_run(
@@ -115,9 +116,13 @@ def _layers_to_run(
 ) -> Sequence[LayerParams]:
     """All layers; while kernels are only asked for, the first two if all are alike, since the others ask for those of
     the second. The first one's norm is another kernel: there is no result of a layer before it to add. Functions of
-    one's own may differ by layer, and collectives wait for other ranks, which may have other layers."""
-    own = functions.attention, functions.feed_forward, functions.norm, functions.attend, functions.layers
-    if not is_asking() or blocks.ranks is not None or any((*own, functions.captures, functions.carries)):
+    one's own may differ by layer, and collectives wait for other ranks, which may have other layers. Tensors of
+    torch.func have no address, by which kernels may differ."""
+    own = functions.attention, functions.feed_forward, functions.norm, functions.attend
+    of_one = functions.layers or functions.captures or functions.carries
+    if not is_asking() or blocks.ranks is not None or any(one is not None for one in own) or of_one:
+        return layers
+    if in_functorch_transform():
         return layers
     kinds = [_kind(config, layer) for layer in layers]
     return layers[:2] if all(kind == kinds[0] for kind in kinds) else layers
@@ -127,8 +132,7 @@ def _kind(config: ModelConfig, layer: LayerParams) -> Any:
     """What a layer's kernels depend on, other than the batch."""
     window = config.windows[layer.index] if config.windows else 0
     leaves, structure = tree_flatten(attrs.evolve(layer, index=0))
-    tensors = (x if x is None else (x.shape, x.stride(), x.dtype, x.storage_offset() % 16) for x in leaves)
-    return window, structure, *tensors
+    return window, structure, *(kernel_kind(x) if isinstance(x, Tensor) else x for x in leaves)
 
 
 def _attend(

@@ -16,8 +16,13 @@ ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None
 """While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind; otherwise None."""
 
 
+_ALIGNED, _ALIGNED_ON_GPU = 16, 256
+"""Kernels are chosen by whether an address is a multiple of so many bytes, or of less. torch's allocations are
+multiples of 64 on a CPU, and of 512 on a GPU."""
+
+
 def is_asking() -> bool:
-    """Whether this thread's launches only ask for kernels: no result is computed."""
+    """Whether this thread's launches only ask for kernels, and compute nothing."""
     return ASKED.get() is not None
 
 
@@ -42,3 +47,9 @@ def is_constant(tensor: Tensor) -> bool:
     """
     constants = _CONSTANT.get()
     return bool(constants) and storage_id(tensor) in constants
+
+
+def kernel_kind(tensor: Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor that the choice of a kernel may depend on, other than its values."""
+    place = tensor.data_ptr() % (_ALIGNED_ON_GPU if tensor.is_cuda else _ALIGNED)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place, is_constant(tensor)

@@ -109,7 +109,8 @@ class Kernel:
 
     def _check_constants(self, args: Sequence[Any]) -> None:
         """Constants are given by name: `_kinds` does not tell apart all integers that are given by position."""
-        assert not any(self._constant[: len(args)]), f"a constant of {self.jit} is given by position"
+        if any(self._constant[: len(args)]):
+            raise TypeError(f"a constant of {self.jit} is given by position")
 
 
 def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
@@ -122,12 +123,13 @@ def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
 
 def _add_kinds(found: list[Any], values: Iterable[Any], *, exact: bool) -> None:
     """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a kernel for: whether it
-    is 1, whether 16 divides it, and how wide it is. So most numbers of tokens share one."""
+    is 1, whether 16 divides it, and its type (32 bits, 64 bits, or 64 without a sign). So most numbers of tokens share
+    one."""
     add = found.append
     for value in values:
         kind = type(value)
         if kind is int and not exact:
-            add((value == 1, value % 16 == 0, value.bit_length() // 32))
+            add((value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63))
         elif kind not in _VALUES and isinstance(value, Tensor):
             add(value.dtype)
             add(value.data_ptr() % 16)

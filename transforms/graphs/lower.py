@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
-from weft.ops.constants import is_constant
+from weft.ops.constants import kernel_kind
 from weft.ops.register import triton_version
 from weft.ops.transfers.collective import effect_of, others_wait
 from weft.torchapi.patches import signal_capture
@@ -33,9 +33,6 @@ from weft.trees import TreeSpec, leaves_with_names, tree_structure, tree_unflatt
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_ALIGNED = 256
-"""Kernels are chosen by whether an address is a multiple of so many bytes, or of less."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -189,7 +186,7 @@ class _Zeros(OperatorWatch):
 def _kind(value: Any) -> Any:
     """Everything about an operator's argument that the choice of its kernels may depend on, other than its values."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % _ALIGNED, is_constant(value)
+        return kernel_kind(value)
     return tuple(map(_kind, value)) if isinstance(value, list) else (type(value), value)
 
 

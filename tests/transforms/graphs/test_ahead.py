@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -20,16 +19,12 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import CaptureError
 from weft.meshes.mesh import Mesh
-from weft.ops.constants import ASKED, constant
+from weft.ops.constants import constant
 from weft.ops.transfers.collective import Place, placed
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
-from weft.stages import decoder
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
-from weft.stages.config import parse_config
-from weft.stages.model import Model
-from weft.stages.random_weights import PRESETS, random_model
 from weft.torchapi.private import storage_id
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.engine.setup import make_runner, make_state
@@ -120,46 +115,6 @@ def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
         assert seen.calls == 7
     kinds = [_kind(value) for value in (1, True, 1.0, None, [1], [True])]
     assert len(set(kinds)) == len(kinds)
-
-
-class Attentions(OperatorWatch):
-    """Counts the layers that run."""
-
-    count = 0
-
-    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.count += func._schema.name == "weft::paged_attention"
-        return self.pass_on(func, args, kwargs)
-
-
-def layers_that_run(model: Model, asking: bool) -> int:
-    runner = make_runner(model, Limits(2, 8), mode="none")
-    state, batch = make_state(model, runner.layouts, [8, 8]), Batch.ragged([1, 0], [[1, 2, 3], [4]])
-    token = ASKED.set({} if asking else None)
-    try:
-        with Attentions() as seen:
-            runner.step(runner.params, state, batch)
-    finally:
-        ASKED.reset(token)
-    return seen.count
-
-
-def test_of_layers_that_are_alike_two_ask_for_kernels() -> None:
-    model = random_model(parse_config({**PRESETS["tiny"], "num_hidden_layers": 5}, source="tiny"), seed=0, device="cpu")
-    assert layers_that_run(model, asking=False) == 5
-    assert layers_that_run(model, asking=True) == 2
-
-    def feed_forward(config: Any, layer: Any, batch: Any, x: Any) -> Tensor:
-        return decoder.feed_forward(config, layer, batch, x)
-
-    assert layers_that_run(model.with_stages(feed_forward=feed_forward), asking=True) == 5, "which may differ by layer"
-    last = model.params.layers[-1]
-    weight = torch.zeros(last.o_proj.shape[::-1]).T.copy_(last.o_proj)
-    layers = *model.params.layers[:-1], attrs.evolve(last, o_proj=weight)
-    other = attrs.evolve(model, params=attrs.evolve(model.params, layers=layers))
-    assert layers_that_run(other, asking=True) == 5, "one is laid out in another way"
-    sliding = attrs.evolve(model, config=attrs.evolve(model.config, windows=(0, 0, 0, 4, 0)))
-    assert layers_that_run(sliding, asking=True) == 5, "the attention of one has a window"
 
 
 def test_what_other_ranks_take_part_in_is_passed_on_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,12 +293,8 @@ _COUNTS = """
 import triton, weft
 from triton import knobs
 from weft.batch import Batch
-from weft.stages import decoder
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
-from weft.stages.config import parse_config
-from weft.stages.model import Model
-from weft.stages.random_weights import PRESETS, random_model
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.engine.setup import make_runner, make_state
 compiled = []
