@@ -119,17 +119,15 @@ def _layers_to_run(
     one's own may differ by layer, and collectives wait for other ranks, which may have other layers. Tensors of
     torch.func have no address, by which kernels may differ."""
     own = functions.attention, functions.feed_forward, functions.norm, functions.attend
-    of_one = functions.layers or functions.captures or functions.carries
-    if not is_asking() or blocks.ranks is not None or any(one is not None for one in own) or of_one:
-        return layers
-    if in_functorch_transform():
+    may_differ = any(one is not None for one in own) or functions.layers or functions.captures or functions.carries
+    if not is_asking() or blocks.ranks is not None or may_differ or in_functorch_transform():
         return layers
     kinds = [_kind(config, layer) for layer in layers]
     return layers[:2] if all(kind == kinds[0] for kind in kinds) else layers
 
 
 def _kind(config: ModelConfig, layer: LayerParams) -> Any:
-    """What a layer's kernels depend on, other than the batch."""
+    """Layers of one kind launch the same kernels for the same batch."""
     window = config.windows[layer.index] if config.windows else 0
     leaves, structure = tree_flatten(attrs.evolve(layer, index=0))
     return window, structure, *(kernel_kind(x) if isinstance(x, Tensor) else x for x in leaves)

@@ -1,5 +1,5 @@
-"""What is known of the function that runs: which tensors nothing writes meanwhile, so that a kernel may read them
-before the last one has ended, and whether it runs only so that its kernels are compiled."""
+"""Facts about the function that is running. Nothing writes its constant tensors, so a kernel may read them before the
+last kernel has ended. And it may be run only to learn which kernels to compile."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -14,8 +14,6 @@ _CONSTANT: ContextVar[frozenset[int]] = ContextVar("weft.constant", default=froz
 """The storages of these tensors."""
 ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
 """While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind; otherwise None."""
-
-
 _ALIGNED, _ALIGNED_ON_GPU = 16, 256
 """Kernels are chosen by whether an address is a multiple of so many bytes, or of less. torch's allocations are
 multiples of 64 on a CPU, and of 512 on a GPU."""

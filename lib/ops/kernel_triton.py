@@ -110,7 +110,7 @@ class Kernel:
     def _check_constants(self, args: Sequence[Any]) -> None:
         """Constants are given by name: `_kinds` does not tell apart all integers that are given by position."""
         if any(self._constant[: len(args)]):
-            raise TypeError(f"a constant of {self.jit} is given by position")
+            raise TypeError(f"a constant of {self.jit} is given by position: give it by name")
 
 
 def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:

@@ -24,8 +24,9 @@ from weft.transforms.graphs.lower import compile_ahead
 from weft.trees import tree_leaves
 
 _ASKED = """
-import json, sys, torch
-implement = torch.library.impl
+import json, sys
+from torch import library
+implement = library.impl
 
 def on_the_cpu_too(name, kind, function=None, **more):
     if name.startswith("weft::") and kind in ("CPU", "CUDA"):
@@ -34,7 +35,7 @@ def on_the_cpu_too(name, kind, function=None, **more):
         return None
     return implement(name, kind, function, **more)
 
-torch.library.impl = on_the_cpu_too
+library.impl = on_the_cpu_too
 import weft
 from weft.batch import Batch
 from weft.ops import kernel_triton

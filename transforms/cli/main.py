@@ -109,7 +109,7 @@ _COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor
 
 
 _NEAR = 0.81
-"""How alike a flag and the one that was written are, of 1, if it is named as the one that was meant."""
+"""A flag is suggested if it is at least so similar to what was written (`difflib`; 1: the same)."""
 _ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
 """The flags of weft that have other names in vLLM."""
 _SAMPLING = "--top-p", "--top-k", "--min-p", "--stop"

@@ -30,8 +30,8 @@ _FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
 """With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest share would have more
 than 9 eighths of a part; with more programs, which hide each other's waits, than 12 eighths."""
 _SPARE, _MIXED_SPARE = 192, 1024
-"""How many positions longer than a part the largest share may be before contexts are cut into parts, in decodes and
-among prompts: a program attends to as many while parts would be combined, or while prompts keep the others busy."""
+"""Contexts are cut into parts if the largest share is longer than a part by more positions than this: in decodes, and
+among prompts. Up to there a program would finish sooner than parts are combined, or than the prompts are done."""
 _LONG = 2048
 """The most positions in which a request is left to one program, however short the others are: it ends soon enough."""
 _FEW_INVARIANT_WAVES = 1

@@ -68,7 +68,7 @@ def requests_of(
     index, query_start_loc, seq_lens, num_reqs, parts, slack, spare,
     QUERIES: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """What program `index` attends to.
+    """The requests, or the part of their contexts, that program `index` attends to.
 
     Returns:
         Its first request; how many it has; and whether contexts are about equal, so that it has a split of one request.

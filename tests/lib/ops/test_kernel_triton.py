@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -109,7 +110,7 @@ def test_steps_of_other_sizes_share_a_kernel() -> None:
 
 
 def test_a_constant_by_position_is_refused() -> None:
-    def of_constants(x, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def of_constants(x: Tensor, size: int, BLOCK: tl.constexpr) -> None:
         pass
 
     class Checked(Jit):
@@ -121,7 +122,7 @@ def test_a_constant_by_position_is_refused() -> None:
 
     jit = Checked()
     Kernel(jit)[(1,)](TENSORS[0], 16, BLOCK=16)
-    with pytest.raises(TypeError, match="by position"):
+    with pytest.raises(TypeError, match="by position: give it by name"):
         Kernel(jit)[(1,)](TENSORS[0], 16, 16)
     assert len(jit.launched) == 1
 
