@@ -28,7 +28,9 @@ MODELS = {
     "llama-3.2-1b": "Llama-3.2-1B, bfloat16",
     "llama-3.1-8b": "Llama-3.1-8B, bfloat16",
     "qwen2.5-3b": "Qwen2.5-3B, bfloat16",
+    "qwen2.5-7b": "Qwen2.5-7B, bfloat16",
     "qwen3-14b": "Qwen3-14B, bfloat16",
+    "qwen3-32b-fp8": "Qwen3-32B, FP8",
     "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
 }
 """Presets, and their names in print."""

@@ -51,6 +51,7 @@ PRESETS = (
     "qwen3-32b-fp8",
     "qwen3-30b-a3b-fp8",
     "qwen2.5-3b",
+    "qwen2.5-7b",
     "llama-3.2-1b",
     "llama-3.1-8b",
 )

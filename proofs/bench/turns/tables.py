@@ -16,6 +16,7 @@ _RECORDS = {
     "h200-shared-contexts": "1 of 2 GPUs, both in use",
     "h200-shared-among-prompts": "1 of 2 GPUs, both in use",
     "h200-llama-and-long": "1 of 2 GPUs, both in use",
+    "h200-two-models-and-few-long": "1 of 2 GPUs, both in use",
     "h100-varied-and-sampled": "1 H100, slow host",
     "h100-all-workloads": "1 H100, slow host",
 }
