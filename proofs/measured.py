@@ -27,7 +27,8 @@ weft's output tokens a second over vLLM's, by medians, and in brackets weft's ow
 if no other is named, and took turns. vLLM had no sampler of FlashInfer's, and DeepGEMM only where it is named. With
 both GPUs of a host in use, vLLM's small models are slower than alone, so those ratios flatter weft. Each is the newest
 record of its model, workload and machine; the table of all figures has the build, the range and vLLM's own. A workload
-is the number of requests, and the tokens in and out of each; with ¹, tokens of prompts count too.
+is the number of requests, and the tokens in and out of each; with ¹, tokens of prompts count too. With ², each engine
+has one pass after the first: equal builds may differ by a fourth.
 
 NEWEST
 
@@ -37,20 +38,19 @@ NEWEST
   compare; of rows that differ in their date alone, the last is of the newest build.
 - **machine**: GPUs are NVIDIA H200, if no other is named, with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the
   CPU takes longer to prepare a step of a small model than the GPU takes to run it. With *both in use* another model was
-  measured on the second GPU, which slows the host.
+  started, measured or tested on the second GPU meanwhile, which slows the host.
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
   tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
   of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU, and made their passes in
   turn, with random weights of one distribution. *With DeepGEMM*: for the FP8 layers that are not experts, its own
   warm-up skipped; with DeepGEMM for experts too vLLM was slower in an earlier run, but for one request. DeepGEMM
-  compiles for lengths that it has not seen, so its passes of `1 to 960 in` say nothing of its later speed. Ratios below
-  1 are rows too; that of an H100 is of a build before two changes that it asked for: the short table has a later one.
+  compiles for lengths that it has not seen, so its passes of `1 to 960 in` say nothing of its later speed. With 4 long
+  prompts, vLLM's passes differ by up to 37 %; by its best, ratios are 1.23 and 1.06. That below 1 is of an old build.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 
 To measure a model of your own beside vLLM: `python -m weft.proofs.bench.turns --python PYTHON --models FOLDER --out
-RECORDS`, where PYTHON has vLLM, and FOLDER needs only a `config.json`. `--workloads long uneven few_long` has long
-prompts.
+RECORDS`, where PYTHON has vLLM, and FOLDER a `config.json`; `--workloads long uneven few_long` has long prompts.
 
 Each command to repeat a measurement is a module of `proofs/bench/` (`python -m weft.proofs.bench.serving --help`);
 `proofs/bench/NOTES.md` says what was learned. Decode steps by number of requests and by context, as curves:

@@ -10,10 +10,11 @@ A model is a preset of `weft bench`, or a folder with a `config.json`. Each engi
 times after a first pass; the one that is first alternates. weft starts first, and vLLM may then use 7/6 of the memory
 that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
 experts; no completion ends early. The temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has
-prompts of 1 to 960 tokens, `uneven` of 1 to 7,936; in `few_long` 4 of 15,360 come before 128 of 512. Both run as many
-requests at once as a workload of the run has. vLLM has its defaults but for the arguments and variables that the record
-names. An older weft is a checkout from 2026-11-24 on, for `few_long` from 2026-11-29; give both memory enough, since an
-engine takes fewer pages where there is less.
+prompts of 1 to 960 tokens, `long` of 7,936, `uneven` of 1 to 7,936; in `few_long` 4 of 15,360 come before 128 of 512.
+Both run as many requests at once as a workload of the run has. After fewer than three rounds equal builds may differ
+by a fourth. vLLM has its defaults but for the arguments and variables that the record names. An older weft is a
+checkout from 2026-11-24 on, for `few_long` from 2026-11-29; give both memory enough, since an engine takes fewer pages
+where there is less.
 """
 
 import argparse

@@ -59,12 +59,14 @@ def num_pages(workloads: Iterable[Workload]) -> int | None:
     """The pages of a KV cache for each of them; None: for as many requests of the longest kind as run at once, which
     is too much where only a few are long.
 
-    >>> num_pages([WORKLOADS["few_long"]]), num_pages([WORKLOADS["few_long"], WORKLOADS["one"]])
-    (10312, None)
+    >>> num_pages([WORKLOADS["few_long"]]), num_pages([WORKLOADS["few_long"], WORKLOADS["uneven"]])
+    (10312, 16960)
     """
-    needed = list[int]()
-    for one in workloads:
-        if not one.num_long:
-            return None
-        needed.append(sum((length + one.output_len) // _PAGE_SIZE + 2 for length in one.turn(0)["input_lens"]))
-    return max(needed)
+    found = [*workloads]
+    if not any(one.num_long for one in found):
+        return None
+    lengths = ([one.long_len] * one.num_long + [one.input_len] * (one.num_requests - one.num_long) for one in found)
+    return max(
+        sum((length + one.output_len) // _PAGE_SIZE + 2 for length in each)
+        for one, each in zip(found, lengths, strict=True)
+    )
