@@ -45,7 +45,7 @@ NEWEST
   turn, with random weights of one distribution. *With DeepGEMM*: for the FP8 layers that are not experts, its own
   warm-up skipped; with DeepGEMM for experts too vLLM was slower in an earlier run, but for one request. DeepGEMM
   compiles for lengths that it has not seen, so its passes of `1 to 960 in` say nothing of its later speed. With 4 long
-  prompts, vLLM's passes differ by up to 37 %; by its best, ratios are 1.23 and 1.06. That below 1 is of an old build.
+  prompts vLLM's passes differ so much that its range says more than the ratio. That below 1 is of an old build.
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 

@@ -25,6 +25,11 @@ class Record:
         time = self.data.get("environment", runs[0].get("environment", {})).get("time")
         return time[:16].replace("T", " ") if time else self.file[:10]
 
+    def of_run(self, run: dict[str, Any]) -> "Record":
+        """This record in the environment of one of its runs, as far as that is known."""
+        own = run.get("weft", run).get("environment", {})
+        return attrs.evolve(self, data={**self.data, "environment": {**self.data.get("environment", {}), **own}})
+
     def row(self, what: str, figure: str, against: str, machine: str) -> tuple[str, ...]:
         """A row of the table."""
         return what, figure, against, self.build, machine, f"`{self.file}`"

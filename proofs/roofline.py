@@ -130,7 +130,7 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
                 is_weft = row.get("engine", "weft") == "weft" and not row.get("first")
                 decodes = row.get("input_len", _INPUT) == _INPUT and row.get("output_len", _OUTPUTS[0]) in _OUTPUTS
                 if row["workload"] in _WORKLOADS and is_weft and decodes:
-                    yield run["preset"], run.get("environment") or data["environment"], row
+                    yield run["preset"], record.of_run(run).data["environment"], row
 
 
 def before_and_after() -> dict[tuple[str, str, int], tuple[Served, ...]]:

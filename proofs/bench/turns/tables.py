@@ -31,7 +31,6 @@ class Turns:
         peer: vLLM's version and libraries.
         row: the figures of the record.
         once: whether each has one pass after the first, so that the medians are of one.
-        build: when the run began.
     """
 
     record: Record
@@ -40,7 +39,6 @@ class Turns:
     peer: str
     row: dict[str, Any]
     once: bool
-    build: str
 
     @property
     def workload(self) -> str:
@@ -60,10 +58,8 @@ def turns() -> Iterator[Turns]:
             library = " with DeepGEMM" * (run["vllm"]["variables"]["VLLM_USE_DEEP_GEMM"] == "1")
             peer = f"vLLM {run['vllm']['version']}{library}"
             once = max(row["repeat"] for row in run["rows"]) <= 1
-            own = Record(record.file, run["weft"])
-            build = own.build if "time" in own.data.get("environment", ()) else record.build
             for row in run["table"]:
-                yield Turns(record, machine, MODELS[run["preset"]], peer, row, once, build)
+                yield Turns(record.of_run(run), machine, MODELS[run["preset"]], peer, row, once)
 
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
@@ -72,14 +68,13 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
         ours, theirs = (span((one.row[own]["min"], one.row[own]["max"]), "{:,.0f}") for own in ("weft", "vllm"))
         unit = "tokens/s, prompts included" if one.row["unit"] == _TOTAL else "tokens/s"
         peer = f"{one.peer}: {theirs}; {one.row['ratio']:.2f} times, by {'one pass each' if one.once else 'medians'}"
-        what = f"{one.model}: {one.workload}, by turns"
-        yield what, f"{ours} {unit}", peer, one.build, one.machine, f"`{one.record.file}`"
+        yield one.record.row(f"{one.model}: {one.workload}, by turns", f"{ours} {unit}", peer, one.machine)
 
 
 def newest_table() -> list[tuple[str, ...]]:
     """A header with the workloads; then, for each model, vLLM and machine, the newest ratios and weft's medians."""
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
-    for one in sorted(turns(), key=lambda one: one.build):
+    for one in sorted(turns(), key=lambda one: one.record.build):
         shown = f"{one.row['ratio']:.2f}{'²' * one.once} ({one.row['weft']['median']:,.0f})"
         name = one.workload + "¹" * (one.row["unit"] == _TOTAL)
         rows.setdefault((one.model, one.peer, one.machine), {})[name] = shown

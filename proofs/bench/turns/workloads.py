@@ -26,15 +26,19 @@ class Workload(NamedTuple):
     long_len: int = 0
 
     @property
+    def most(self) -> list[int]:
+        """The tokens of each prompt; if they differ, the most."""
+        return [self.long_len] * self.num_long + [self.input_len] * (self.num_requests - self.num_long)
+
+    @property
     def longest(self) -> tuple[int, int]:
         """The most tokens of a prompt, and those of its completion."""
-        return max(self.input_len, self.long_len), self.output_len
+        return max(self.most), self.output_len
 
     def turn(self, seed: int) -> dict[str, Any]:
         """The requests of one round, for both engines: prompt lengths, completion length, sampling."""
-        draw, lengths = random.Random(seed), [self.input_len] * self.num_requests
-        lengths = [draw.randint(1, one) for one in lengths] if self.varied else lengths
-        lengths[: self.num_long] = [self.long_len] * self.num_long
+        draw = random.Random(seed)
+        lengths = [draw.randint(1, one) for one in self.most] if self.varied else self.most
         return {"input_lens": lengths, "output_len": self.output_len, "sampling": self.sampling}
 
 
@@ -65,8 +69,4 @@ def num_pages(workloads: Iterable[Workload]) -> int | None:
     found = [*workloads]
     if not any(one.num_long for one in found):
         return None
-    lengths = ([one.long_len] * one.num_long + [one.input_len] * (one.num_requests - one.num_long) for one in found)
-    return max(
-        sum((length + one.output_len) // _PAGE_SIZE + 2 for length in each)
-        for one, each in zip(found, lengths, strict=True)
-    )
+    return max(sum((length + one.output_len) // _PAGE_SIZE + 2 for length in one.most) for one in found)
