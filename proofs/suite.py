@@ -265,6 +265,10 @@ def _on_hazards(data: st.DataObject, device: str) -> None:
     laws.hazards_are_right_or_refused(data.draw(strategies.hazards(device)), device)
 
 
+def _composed(data: st.DataObject, device: str) -> None:
+    laws.compositions_mean_their_parts(data.draw(strategies.compositions()), device)
+
+
 def _sharded(data: st.DataObject, device: str) -> None:
     laws.shards_are_the_function(data.draw(strategies.rank_functions()).to(device))
 
@@ -383,6 +387,7 @@ LAWS = (
     Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),
     Law("L24", "hazards are right or refused", _on_hazards, weight=3),
+    Law("L25", "nests of transforms mean what their parts mean", _composed, weight=3),
 )
 
 

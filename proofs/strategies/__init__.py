@@ -17,6 +17,8 @@
 | `woven_programs()` | programs that run several stages on each rank in any order, and an edit of them |
 | `loops()` | a loop on integers for `weft.while_loop`, and what it gives |
 | `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
+| `compositions()` | a nest of weft's and torch's transforms around a random function, and how it is called |
+| `bodies()` | the functions inside such nests |
 | `hazards()` | code that a graph would get wrong if weft did not notice it |
 | `meshes()`, `meshes(axes=("data", "tensor"))` | a `weft.Mesh` of one or two axes, or of these |
 | `rank_functions()` | a random function of one rank's part, with collectives, and the same without ranks |
@@ -49,6 +51,8 @@ from weft.proofs.strategies.captures.functions import (
 from weft.proofs.strategies.captures.hazards import HAZARDS, Hazard, hazards
 from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 from weft.proofs.strategies.classes import batches, descriptors, ladders, limits
+from weft.proofs.strategies.compositions.bodies import Body, bodies
+from weft.proofs.strategies.compositions.composition import Composition, compositions
 from weft.proofs.strategies.engine.traces import Trace, step_times, timed_traces, traces
 from weft.proofs.strategies.images import (
     FILTERS,
@@ -97,8 +101,10 @@ __all__ = [
     "STATICS",
     "UPDATES",
     "VALUES",
+    "Body",
     "Broken",
     "Call",
+    "Composition",
     "Disagreement",
     "Function",
     "Hazard",
@@ -116,9 +122,11 @@ __all__ = [
     "Trace",
     "Woven",
     "batches",
+    "bodies",
     "broken_programs",
     "call_sequences",
     "called",
+    "compositions",
     "configs",
     "cut_scenarios",
     "descriptors",

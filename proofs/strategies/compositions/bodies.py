@@ -1,0 +1,249 @@
+"""The functions inside a composition: chains of operations, each with a habit that a transform could get wrong."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as torch_pytree
+
+Function = Callable[[Tensor], Tensor]
+"""A function of a tensor [rows, 2] to another of the same shape and dtype."""
+
+COLUMNS = 2
+
+
+@attrs.define(eq=False)
+class World:
+    """What a body closes over.
+
+    Args:
+        weight: [2], which `change` writes to in place.
+        matrix: [2, 2].
+        scale: a Python number, which `change` binds anew.
+        memory: what operations keep from one call to the next.
+    """
+
+    weight: Tensor
+    matrix: Tensor
+    scale: float = 1.5
+    memory: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+Kind = Literal["graph", "shard", "loop", "func", "compile"]
+"""What a layer is to the code inside it: a capture, a function of one rank, a loop's body,
+a function that torch.func differentiates or maps, or compiled code."""
+
+
+@attrs.frozen(eq=False)
+class Operation:
+    """One operation of a body.
+
+    Args:
+        run: `(x, world)` to the next x.
+        refused_in: the kinds of layers that may refuse it.
+    """
+
+    run: Callable[[Tensor, World], Tensor]
+    refused_in: frozenset[Kind] = frozenset()
+
+
+class _Tagged(Tensor):
+    """A subclass of Tensor without behaviour of its own; torch hands it through every operator."""
+
+
+class _Doubling(torch.autograd.Function):
+    """`2 * x`, by a custom derivative that torch.func can vectorize."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(_ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(_ctx: Any, slope: Tensor) -> Tensor:
+        return 2 * slope
+
+    @staticmethod
+    def jvp(_ctx: Any, tangent: Tensor) -> Tensor:
+        return 2 * tangent
+
+
+@torch.library.custom_op("weft_proofs::halve", mutates_args=())
+def halve(x: Tensor) -> Tensor:
+    """`x / 2` as a custom operator, with a fake, a derivative and a rule for vmap."""
+    return x / 2
+
+
+halve.register_fake(torch.empty_like)
+halve.register_autograd(lambda ctx, slope: slope / 2)
+halve.register_vmap(lambda info, in_dims, x: (halve(x), in_dims[0]))
+
+
+def _writes_to_a_view(x: Tensor, world: World) -> Tensor:
+    copy = x.clone()
+    copy[:, 0] = 1 - copy[:, 1]
+    return copy
+
+
+def _writes_to_its_argument(x: Tensor, world: World) -> Tensor:
+    x.add_(world.scale)
+    return x * 2
+
+
+def _detaches_in_place(x: Tensor, world: World) -> Tensor:
+    return x * (x * 3).detach_()
+
+
+def _attends(x: Tensor, world: World) -> Tensor:
+    query = x[None, None]
+    return functional.scaled_dot_product_attention(query, query, query)[0, 0]
+
+
+def _uses_a_subclass(x: Tensor, world: World) -> Tensor:
+    return (x.as_subclass(_Tagged) * 2).as_subclass(Tensor)
+
+
+def _reads_its_argument(x: Tensor, world: World) -> Tensor:
+    return x * (3.0 if x.sum().item() > 0 else 2.0)
+
+
+def _branches_on_its_argument(x: Tensor, world: World) -> Tensor:
+    if (x > 0).any():
+        return x + 1
+    return x
+
+
+def _remembers_its_first_argument(x: Tensor, world: World) -> Tensor:
+    return x - world.memory.setdefault("first", x.detach().clone()).mean()
+
+
+def _counts_without_gradients(x: Tensor, world: World) -> Tensor:
+    with torch.no_grad():
+        mean = x.mean()
+    return x * mean
+
+
+def _flattens_a_tree(x: Tensor, world: World) -> Tensor:
+    leaves, structure = torch_pytree.tree_flatten({"a": x, "b": (x + 1, world.weight)})
+    tree = torch_pytree.tree_unflatten(leaves, structure)
+    return tree["a"] + tree["b"][0] * tree["b"][1]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "x * weight": Operation(lambda x, world: x * world.weight),
+    "x @ matrix": Operation(lambda x, world: x @ world.matrix),
+    "tanh(x)": Operation(lambda x, world: torch.tanh(x)),
+    "x * scale": Operation(lambda x, world: x * world.scale),
+    "x - x.mean()": Operation(lambda x, world: x - x.mean()),
+    "sqrt(abs(x) + 1)": Operation(lambda x, world: torch.sqrt(x.abs() + 1)),
+    "sorts": Operation(lambda x, world: x.sort(dim=0).values),
+    "detaches": Operation(lambda x, world: x * x.detach()),
+    "detaches in place": Operation(_detaches_in_place),
+    "no_grad inside": Operation(_counts_without_gradients),
+    "a view of columns": Operation(lambda x, world: x[:, :1] + x),
+    "a transposed view": Operation(lambda x, world: (x.t() + 1).t()),
+    "an expanded view": Operation(lambda x, world: x[:1].expand(x.shape) + x),
+    "a flipped copy": Operation(lambda x, world: x.flip(0)),
+    "writes to a copy": Operation(lambda x, world: x.clone().mul_(2).add_(0.5)),
+    "writes to a view": Operation(_writes_to_a_view),
+    "writes to its argument": Operation(_writes_to_its_argument, frozenset({"graph"})),
+    "returns its argument": Operation(lambda x, world: x),
+    "makes new tensors": Operation(
+        lambda x, world: x + torch.arange(2.0, device=x.device) + torch.ones(2, device=x.device)
+    ),
+    "draws random numbers": Operation(lambda x, world: x + torch.rand_like(x), frozenset({"shard", "loop", "compile"})),
+    "reads its argument": Operation(_reads_its_argument, frozenset({"graph", "shard", "compile"})),
+    "branches on its argument": Operation(_branches_on_its_argument, frozenset({"graph", "shard", "compile"})),
+    "reads what it closes over": Operation(
+        lambda x, world: x + float(world.weight.sum()), frozenset({"graph", "shard", "compile"})
+    ),
+    "remembers its first argument": Operation(_remembers_its_first_argument, frozenset({"graph", "shard", "compile"})),
+    "a custom operator": Operation(lambda x, world: halve(x)),
+    "a custom derivative": Operation(lambda x, world: _Doubling.apply(x)),
+    "attention": Operation(_attends),
+    "a subclass": Operation(_uses_a_subclass),
+    "a tree": Operation(_flattens_a_tree),
+}
+"""What a body does to its argument, by name."""
+
+
+@attrs.frozen(eq=False)
+class Body:
+    """A drawn function: operations in order. `build` makes it, each time over a world of its own.
+
+    Args:
+        operations: keys of `OPERATIONS`.
+        seed: of the values that it closes over.
+        weight_requires_grad: whether autograd records operations on the weight.
+    """
+
+    operations: tuple[str, ...]
+    seed: int = 0
+    weight_requires_grad: bool = False
+
+    def __repr__(self) -> str:
+        trained = ", whose weight requires grad" if self.weight_requires_grad else ""
+        return f"f: {'; '.join(self.operations)}{trained}"
+
+    def world(self, device: str) -> World:
+        """New values to close over."""
+        generator = torch.Generator().manual_seed(self.seed)
+        weight = torch.rand(COLUMNS, generator=generator).add(0.5).to(device)
+        matrix = torch.rand(COLUMNS, COLUMNS, generator=generator).sub(0.5).to(device)
+        return World(weight.requires_grad_(self.weight_requires_grad), matrix)
+
+    def build(self, world: World) -> "Built":
+        """The function over a world, and how its surroundings change."""
+        weight = world.weight
+        scale = world.scale
+        operations = [OPERATIONS[name].run for name in self.operations]
+
+        def function(x: Tensor) -> Tensor:
+            seen = World(weight, world.matrix, scale, world.memory)
+            for operation in operations:
+                x = operation(x, seen)
+            return x
+
+        def change() -> None:
+            nonlocal scale
+            scale += 1
+            with torch.no_grad():
+                weight.add_(1)
+
+        return Built(function, change, world)
+
+
+@attrs.frozen(eq=False)
+class Built:
+    """A body over its world.
+
+    Args:
+        function: the function.
+        change: writes to the weight in place, and binds the scale anew.
+        world: what it closes over.
+    """
+
+    function: Function
+    change: Callable[[], None]
+    world: World
+
+
+@st.composite
+def bodies(draw: st.DrawFn, max_operations: int = 3) -> Body:
+    """A chain of one to `max_operations` operations.
+
+    >>> from hypothesis import find
+    >>> find(bodies(), lambda body: "detaches" in body.operations)
+    f: detaches
+    """
+    names = draw(st.lists(st.sampled_from(list(OPERATIONS)), min_size=1, max_size=max_operations))
+    return Body(tuple(names), draw(st.integers(0, 99)), draw(st.booleans()))

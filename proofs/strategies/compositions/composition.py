@@ -1,0 +1,130 @@
+"""`compositions()`: a nest of transforms around a drawn function, and the occasions on which it is called."""
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.proofs.strategies.compositions.bodies import (
+    COLUMNS,
+    OPERATIONS,
+    Body,
+    Function,
+    Kind,
+    bodies,
+)
+from weft.proofs.strategies.compositions.layers import LAYERS, Layer
+from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
+
+ROWS = 8
+"""The rows of an argument: three layers may halve them."""
+MAX_DEPTH = 3
+
+_QUICK = tuple(name for name, layer in LAYERS.items() if not layer.slow)
+_SLOW = tuple(name for name, layer in LAYERS.items() if layer.slow)
+_SELDOM = 40
+
+
+@attrs.frozen
+class Composition:
+    """A body, the layers around it, and its calls.
+
+    Args:
+        body: the function inside.
+        layers: keys of `LAYERS`, the outermost first.
+        occasions: keys of `OCCASIONS`, in the order of the calls.
+        seed: of the arguments.
+    """
+
+    body: Body
+    layers: tuple[str, ...]
+    occasions: tuple[str, ...]
+    seed: int = 0
+
+    def __str__(self) -> str:
+        nest = "".join(f"{name}(" for name in self.layers) + "f" + ")" * len(self.layers)
+        return f"{nest} of {self.body!r}; {', then '.join(self.occasions)} (seed {self.seed})"
+
+    @property
+    def table(self) -> tuple[Layer, ...]:
+        """The layers, the outermost first."""
+        return tuple(LAYERS[name] for name in self.layers)
+
+    @property
+    def keeps_draws(self) -> bool:
+        """Whether random numbers are those of the plain function."""
+        return all(layer.keeps_draws for layer in self.table)
+
+    @property
+    def tolerance(self) -> float:
+        """Of the results."""
+        return max((layer.tolerance for layer in self.table), default=0.0)
+
+    def may_be_refused(self, occasion: str) -> bool:
+        """Whether weft may refuse a call: an operation or a layer is inside a layer that does not promise it."""
+        kinds: set[Kind] = {"graph"} if OCCASIONS[occasion].captures else set()
+        for layer in self.table:
+            if any(needed <= kinds for needed in layer.refused_in):
+                return True
+            if layer.kind is not None:
+                kinds.add(layer.kind)
+        return any(OPERATIONS[name].refused_in & kinds for name in self.body.operations)
+
+    def argument(self, call: int, device: str) -> Tensor:
+        """The argument of a call: [ROWS, COLUMNS], new values each time."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + call)
+        return torch.randn(ROWS, COLUMNS, generator=generator).to(device)
+
+    def weft(self, function: Function) -> Function:
+        """The layers as a user writes them."""
+        for layer in reversed(self.table):
+            function = layer.apply(function)
+        return function
+
+    def meaning(self, function: Function) -> Function:
+        """The layers by their definitions in plain torch."""
+        for layer in reversed(self.table):
+            function = layer.meaning(function)
+        return function
+
+    def torch_alone(self, function: Function) -> Function:
+        """The layers by torch's transforms where there are such, and else by their definitions."""
+        for layer in reversed(self.table):
+            function = (layer.torch_alone or layer.meaning)(function)
+        return function
+
+    def subject(self, device: str) -> Subject:
+        """The composition as a user writes it."""
+        return Subject.make(self.body, self.weft, device, is_meaning=False)
+
+    def subject_of_meaning(self, device: str) -> Subject:
+        """The composition by its definition."""
+        return Subject.make(self.body, self.meaning, device, is_meaning=True)
+
+    def subject_of_torch(self, device: str) -> Subject:
+        """The composition by torch's transforms."""
+        return Subject.make(self.body, self.torch_alone, device, is_meaning=True)
+
+
+@st.composite
+def compositions(
+    draw: st.DrawFn, body: st.SearchStrategy[Body] | None = None, max_depth: int = MAX_DEPTH
+) -> Composition:
+    """One to `max_depth` transforms around a drawn function, called one to three times.
+
+    Args:
+        body: the functions; None: `bodies()`.
+        max_depth: at most 3.
+
+    >>> from hypothesis import find
+    >>> print(find(compositions(), lambda nest: "vmap" in nest.layers and "a call" in nest.occasions))
+    vmap(f) of f: x * weight; a call (seed 0)
+    """
+    depth = draw(st.integers(1, max_depth))
+    layers = []
+    for _ in range(depth):
+        names = _SLOW if draw(st.integers(1, _SELDOM)) == _SELDOM else _QUICK
+        layers.append(draw(st.sampled_from(names)))
+    occasions = draw(st.lists(st.sampled_from(list(OCCASIONS)), min_size=1, max_size=3))
+    drawn = draw(bodies() if body is None else body)
+    return Composition(drawn, tuple(layers), tuple(occasions), draw(st.integers(0, 99)))

@@ -1,0 +1,488 @@
+"""The transforms of a composition: each as a user writes it, and by its definition in plain torch."""
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, func
+from torch.utils.checkpoint import checkpoint
+
+from weft.donation import clone
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import Replicate, Shard
+from weft.ops.transfers.collective import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    reduce_scatter,
+)
+from weft.proofs.strategies.compositions.bodies import Function, Kind
+from weft.settings import batch_invariant
+from weft.transforms.graphs.graphify import graphify, piecewise
+from weft.transforms.graphs.while_loop import while_loop
+from weft.transforms.pipelines.microbatch import microbatch, scan
+from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.transforms.pipelines.transports.threads import Threads
+from weft.transforms.shards.shard import shard
+from weft.transforms.transform import Transform, lift
+
+Wrap = Callable[[Function], Function]
+
+_AXIS = "ranks"
+_RANKS = 2
+_STEPS = 3
+
+
+def _same(function: Function) -> Function:
+    return function
+
+
+@attrs.frozen(eq=False)
+class Layer:
+    """One transform of a composition, `function -> function`.
+
+    Args:
+        apply: as a user writes it.
+        meaning: its definition in plain torch, by brute force.
+        torch_alone: the same by torch's transforms; None: `meaning`. Where this raises, torch itself cannot do it.
+        uses: the public names of weft that it draws.
+        divides: whether the function inside sees half of the rows.
+        keeps_draws: whether random numbers are drawn in the order of the plain function.
+        tolerance: of its result, where it computes in another precision.
+        slow: whether it takes so long that it is drawn seldom.
+        kind: what it is to the code inside it; None: it calls that as it is.
+        refused_in: sets of kinds; where all kinds of one of them are around it, it may be refused.
+    """
+
+    apply: Wrap
+    meaning: Wrap = _same
+    torch_alone: Wrap | None = None
+    uses: tuple[str, ...] = ()
+    divides: bool = False
+    keeps_draws: bool = False
+    tolerance: float = 2e-4
+    slow: bool = False
+    kind: Kind | None = None
+    refused_in: tuple[frozenset[Kind], ...] = ()
+
+
+def _by_halves(function: Function) -> Function:
+    """The function of each half of the rows, joined."""
+
+    def halves(x: Tensor) -> Tensor:
+        middle = x.shape[0] // 2
+        return torch.cat([function(x[:middle]), function(x[middle:])])
+
+    return halves
+
+
+def _repeated(times: int) -> Wrap:
+    def wrap(function: Function) -> Function:
+        def repeat(x: Tensor) -> Tensor:
+            for _ in range(times):
+                x = function(x)
+            return x
+
+        return repeat
+
+    return wrap
+
+
+def _graphified(**options: Any) -> Wrap:
+    return lambda function: graphify(function, **options)
+
+
+def _borrowing(function: Function) -> Function:
+    lent = graphify(function, outputs="borrow")
+    return lambda x: clone(lent(x))
+
+
+def _donating(function: Function) -> Function:
+    def taking(x: Tensor) -> Tensor:
+        return function(x)
+
+    graph = graphify(taking, donate_argnames=["x"])
+    return lambda x: graph(x.clone())
+
+
+def _split_at_custom_operators(function: Function) -> Function:
+    def with_operator(x: Tensor) -> Tensor:
+        return function(torch.ops.weft_proofs.halve(x) * 2)
+
+    return piecewise(with_operator, split_at="weft_proofs::halve")
+
+
+def _twice_halved(function: Function) -> Function:
+    return lambda x: function(x / 2 * 2)
+
+
+# Shards: what each rank computes, and the same without ranks.
+
+
+def _sharded(local: Callable[[Function, Tensor], Tensor], part: Any, whole: Any) -> Wrap:
+    def wrap(function: Function) -> Function:
+        return shard(lambda x: local(function, x), Mesh(**{_AXIS: _RANKS}), part, whole)
+
+    return wrap
+
+
+def _own_half(x: Tensor) -> Tensor:
+    half = x.shape[0] // _RANKS
+    return x.narrow(0, axis_index(_AXIS) * half, half)
+
+
+def _halves_of(function: Function, x: Tensor) -> tuple[Tensor, Tensor]:
+    middle = x.shape[0] // 2
+    return function(x[:middle]), function(x[middle:])
+
+
+def _sum_added(function: Function) -> Function:
+    def whole(x: Tensor) -> Tensor:
+        first, second = _halves_of(function, x)
+        return torch.cat([first + (first + second), second + (first + second)])
+
+    return whole
+
+
+def _quarters_exchanged(function: Function) -> Function:
+    """Each rank keeps the first half of its result and swaps the second: all_to_all on two ranks."""
+
+    def whole(x: Tensor) -> Tensor:
+        first, second = _halves_of(function, x)
+        middle = first.shape[0] // 2
+        to_first = torch.cat([first[:middle], second[:middle]])
+        to_second = torch.cat([first[middle:], second[middle:]])
+        return torch.cat([to_first, to_second])
+
+    return whole
+
+
+# Pipelines and steps.
+
+
+def _stage(function: Function) -> Callable[..., Any]:
+    def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
+        value = batch if x is None else x
+        return state, function(value)
+
+    return stage
+
+
+def _piped(microbatches: int, *, threads: bool = False, lent: bool = False, advances: bool = False) -> Wrap:
+    def wrap(function: Function) -> Function:
+        stages = [_stage(function), _stage(function)]
+        if lent:
+            stages = [graphify(stage, outputs="borrow") for stage in stages]
+        advance = lift(lambda state, batch, out: state) if advances else None
+        step = pipeline(
+            stages,
+            microbatches=microbatches,
+            advance=advance,
+            transport=Threads(timeout=60) if threads else None,
+        )
+
+        def piped(x: Tensor) -> Tensor:
+            y: Tensor = step((None, None), (None, None), x)[1]
+            return clone(y) if lent else y
+
+        piped.programs = lambda x: step.programs()  # type: ignore[attr-defined]
+        return piped
+
+    return wrap
+
+
+def _composed(function: Function) -> Function:
+    step = compose([_stage(function), _stage(function)])
+    return lambda x: step((None, None), (None, None), x)[1]
+
+
+def _micro_batched(function: Function) -> Function:
+    step = microbatch(lambda params, state, batch: (state, function(batch)), 2)
+    return lambda x: step(None, None, x)[1]
+
+
+def _scanned(function: Function) -> Function:
+    step = scan(lambda params, state, batch: (function(state), state), _STEPS)
+    return lambda x: step(None, x, x)[0]
+
+
+def _counted(function: Function) -> Function:
+    transform = Transform(
+        init=lambda params, state: torch.zeros((), dtype=torch.int64),
+        apply=lambda step, count, params, state, batch: (count + 1, *step(params, state, batch)),
+    )
+    step = transform(lambda params, state, batch: (state, function(batch)))
+    return lambda x: step(None, transform.carry(None, None), x)[1]
+
+
+# Loops.
+
+
+def _counting_loop(max_steps: int | None) -> Wrap:
+    def wrap(function: Function) -> Function:
+        def loop(x: Tensor) -> Tensor:
+            start = torch.zeros((), dtype=torch.int64, device=x.device)
+            return while_loop(
+                lambda carry: carry[1] < _STEPS,
+                lambda carry: (function(carry[0]), carry[1] + 1),
+                (x, start),
+                max_steps=max_steps,
+            )[0]
+
+        return loop
+
+    return wrap
+
+
+def _indexing_loop(function: Function) -> Function:
+    """The body reads a table by the loop's counter."""
+
+    def loop(x: Tensor) -> Tensor:
+        table = torch.tensor([1.0, 2.0, 4.0], device=x.device)
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+
+        def body(carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            value, index = carry
+            return function(value) + table[index], index + 1
+
+        return while_loop(lambda carry: carry[1] < _STEPS, body, (x, start), max_steps=_STEPS)[0]
+
+    return loop
+
+
+def _indexed(function: Function) -> Function:
+    def repeat(x: Tensor) -> Tensor:
+        for addend in (1.0, 2.0, 4.0):
+            x = function(x) + addend
+        return x
+
+    return repeat
+
+
+def _loop_by_data(function: Function) -> Function:
+    """As many steps as the argument says: one or three."""
+
+    def loop(x: Tensor) -> Tensor:
+        length = torch.where(x.detach().sum() > 0, 3, 1)
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        return while_loop(
+            lambda carry: carry[1] < length,
+            lambda carry: (function(carry[0]), carry[1] + 1),
+            (x, start),
+            max_steps=5,
+        )[0]
+
+    return loop
+
+
+def _repeated_by_data(function: Function) -> Function:
+    def repeat(x: Tensor) -> Tensor:
+        for _ in range(3 if bool(x.detach().sum() > 0) else 1):
+            x = function(x)
+        return x
+
+    return repeat
+
+
+# torch.func and autograd.
+
+
+def _mapped(function: Function) -> Function:
+    def mapped(x: Tensor) -> Tensor:
+        lanes = x.unflatten(0, (2, x.shape[0] // 2))
+        return func.vmap(function, randomness="different")(lanes).flatten(0, 1)
+
+    return mapped
+
+
+def _gradient(function: Function) -> Function:
+    return func.grad(lambda x: function(x).square().sum())
+
+
+def _tangent(function: Function) -> Function:
+    def tangent(x: Tensor) -> Tensor:
+        result: Tensor = func.jvp(function, (x,), (torch.ones_like(x),))[1]
+        return result
+
+    return tangent
+
+
+def _cotangent(function: Function) -> Function:
+    def cotangent(x: Tensor) -> Tensor:
+        result: Tensor = func.vjp(function, x)[1](torch.ones_like(x))[0]
+        return result
+
+    return cotangent
+
+
+def _jacobian(function: Function) -> Function:
+    return lambda x: func.jacrev(function)(x).sum((0, 1))
+
+
+def _autograd(function: Function) -> Function:
+    def backward(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().clone().requires_grad_()
+            y = function(leaf)
+            if not y.requires_grad:
+                return torch.zeros_like(x)
+            return torch.autograd.grad(y.square().sum(), leaf, allow_unused=True, materialize_grads=True)[0]
+
+    return backward
+
+
+# Surroundings, copies and threads.
+
+
+def _inside(context: Callable[[Tensor], AbstractContextManager[Any]]) -> Wrap:
+    def wrap(function: Function) -> Function:
+        def inside(x: Tensor) -> Tensor:
+            with context(x):
+                return function(x)
+
+        return inside
+
+    return wrap
+
+
+def _checkpointed(function: Function) -> Function:
+    return lambda x: checkpoint(function, x, use_reentrant=False)
+
+
+def _in_a_thread(function: Function) -> Function:
+    def threaded(x: Tensor) -> Tensor:
+        outcome: list[Any] = []
+        grad = torch.is_grad_enabled()
+
+        def run() -> None:
+            try:
+                with torch.set_grad_enabled(grad):
+                    outcome.append(function(x))
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
+
+    return threaded
+
+
+def _compiled(function: Function) -> Function:
+    @functools.cache
+    def compiled() -> Function:
+        torch.compiler.reset()
+        return torch.compile(function, backend="eager")
+
+    return lambda x: compiled()(x)
+
+
+_HOOKS = torch.autograd.graph.saved_tensors_hooks
+
+LAYERS: dict[str, Layer] = {
+    "graphify": Layer(_graphified(), uses=("graphify",), kind="graph", keeps_draws=True),
+    "graphify, verified": Layer(_graphified(verify=1), uses=("graphify",), kind="graph", keeps_draws=True),
+    "graphify, borrowing": Layer(_borrowing, uses=("graphify",), kind="graph", keeps_draws=True),
+    "graphify, donating": Layer(
+        _donating, lambda f: lambda x: f(x.clone()), uses=("graphify",), kind="graph", keeps_draws=True
+    ),
+    "piecewise": Layer(_split_at_custom_operators, _twice_halved, uses=("piecewise",), kind="graph", keeps_draws=True),
+    "shard by rows": Layer(
+        _sharded(lambda f, x: f(x), Shard(0), Shard(0)), _by_halves, uses=("shard",), kind="shard", divides=True
+    ),
+    "shard of copies": Layer(_sharded(lambda f, x: f(x), Replicate(), Replicate()), uses=("shard",), kind="shard"),
+    "shard, all_reduce": Layer(
+        _sharded(lambda f, x: (lambda y: y + all_reduce(y, _AXIS))(f(x)), Shard(0), Shard(0)),
+        _sum_added,
+        uses=("shard", "all_reduce"),
+        kind="shard",
+        divides=True,
+    ),
+    "shard, all_gather": Layer(
+        _sharded(lambda f, x: _own_half(f(all_gather(x, _AXIS))), Shard(0), Shard(0)),
+        uses=("shard", "all_gather"),
+        kind="shard",
+    ),
+    "shard, reduce_scatter": Layer(
+        _sharded(lambda f, x: reduce_scatter(f(x), _AXIS), Replicate(), Shard(0)),
+        lambda f: lambda x: 2 * f(x),
+        uses=("shard", "reduce_scatter"),
+        kind="shard",
+    ),
+    "shard, all_to_all": Layer(
+        _sharded(lambda f, x: all_to_all(f(x), _AXIS, split_dim=0, concat_dim=0), Shard(0), Shard(0)),
+        _quarters_exchanged,
+        uses=("shard", "all_to_all"),
+        kind="shard",
+        divides=True,
+    ),
+    "microbatch": Layer(_micro_batched, _by_halves, uses=("microbatch",), divides=True, keeps_draws=True),
+    "scan": Layer(_scanned, _repeated(_STEPS), uses=("scan",), keeps_draws=True),
+    "compose": Layer(_composed, _repeated(2), uses=("compose",), keeps_draws=True),
+    "pipeline": Layer(_piped(1), _repeated(2), uses=("pipeline",)),
+    "pipeline, two micro-batches": Layer(
+        _piped(2), lambda f: _by_halves(_repeated(2)(f)), uses=("pipeline",), divides=True
+    ),
+    "pipeline, advancing": Layer(_piped(1, advances=True), _repeated(2), uses=("pipeline", "lift")),
+    "pipeline of borrowing graphs": Layer(
+        _piped(2, lent=True),
+        lambda f: _by_halves(_repeated(2)(f)),
+        uses=("pipeline", "graphify"),
+        kind="graph",
+        divides=True,
+    ),
+    "pipeline in threads": Layer(_piped(1, threads=True), _repeated(2), uses=("pipeline",), slow=True),
+    "Transform": Layer(_counted, uses=("Transform",), keeps_draws=True),
+    "while_loop": Layer(
+        _counting_loop(None),
+        _repeated(_STEPS),
+        uses=("while_loop",),
+        kind="loop",
+        refused_in=(frozenset({"graph", "func"}),),  # nothing repeats there without a bound
+    ),
+    "while_loop, max_steps": Layer(_counting_loop(_STEPS + 2), _repeated(_STEPS), uses=("while_loop",), kind="loop"),
+    "while_loop, reading by its counter": Layer(_indexing_loop, _indexed, uses=("while_loop",), kind="loop"),
+    "while_loop, as long as data say": Layer(_loop_by_data, _repeated_by_data, uses=("while_loop",), kind="loop"),
+    "vmap": Layer(_mapped, _by_halves, _mapped, divides=True, kind="func"),
+    "grad": Layer(_gradient, _gradient, kind="func"),
+    "jvp": Layer(_tangent, _tangent, kind="func"),
+    "vjp": Layer(_cotangent, _cotangent, kind="func"),
+    "jacrev": Layer(_jacobian, _jacobian, kind="func"),
+    "autograd": Layer(_autograd, _autograd, keeps_draws=True),
+    "checkpoint": Layer(_checkpointed, _checkpointed, keeps_draws=True),
+    "saved-tensor hooks": Layer(
+        _inside(lambda x: _HOOKS(lambda t: t.clone(), lambda t: t)),
+        _inside(lambda x: _HOOKS(lambda t: t.clone(), lambda t: t)),
+        keeps_draws=True,
+    ),
+    "batch_invariant": Layer(_inside(lambda x: batch_invariant()), uses=("batch_invariant",), keeps_draws=True),
+    "autocast": Layer(
+        _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
+        _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
+        keeps_draws=True,
+        tolerance=0.1,
+    ),
+    "inference_mode": Layer(
+        _inside(lambda x: torch.inference_mode()), _inside(lambda x: torch.inference_mode()), keeps_draws=True
+    ),
+    "no_grad": Layer(_inside(lambda x: torch.no_grad()), _inside(lambda x: torch.no_grad()), keeps_draws=True),
+    "default device": Layer(
+        _inside(lambda x: torch.device(x.device)), _inside(lambda x: torch.device(x.device)), keeps_draws=True
+    ),
+    "copy": Layer(lambda f: copy.copy(f), keeps_draws=True),
+    "deepcopy": Layer(lambda f: copy.deepcopy(f), keeps_draws=True),
+    "a thread": Layer(_in_a_thread, _in_a_thread, keeps_draws=True),
+    "torch.compile": Layer(
+        _compiled, _same, _compiled, slow=True, kind="compile", refused_in=(frozenset({"graph"}), frozenset({"shard"}))
+    ),
+}
+"""The transforms that compositions draw, by name."""

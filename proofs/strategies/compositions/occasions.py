@@ -1,0 +1,150 @@
+"""The occasions on which a composition is called, and what is compared after each."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, func
+
+from weft.proofs.strategies.compositions.bodies import Body, Built, Function, World
+from weft.transforms.graphs.graphify import graphify
+
+Nest = Callable[[Function], Function]
+"""All layers of a composition: from the body's function to the whole."""
+
+
+@attrs.frozen(eq=False)
+class Subject:
+    """One of two equal copies of a composition: weft's, or its meaning.
+
+    Args:
+        body: the drawn function.
+        nest: the layers around it.
+        built: the body over its world.
+        whole: the layers around the built body, made once for all calls.
+        is_meaning: whether it is the definition in plain torch, which captures nothing.
+    """
+
+    body: Body
+    nest: Nest
+    built: Built
+    whole: Function
+    is_meaning: bool
+
+    @classmethod
+    def make(cls, body: Body, nest: Nest, device: str, *, is_meaning: bool) -> "Subject":
+        """A new copy, over a world of its own."""
+        built = body.build(body.world(device))
+        return cls(body, nest, built, nest(built.function), is_meaning)
+
+
+def _called(subject: Subject, x: Tensor) -> Any:
+    return subject.whole(x)
+
+
+def _in_a_capture(subject: Subject, x: Tensor) -> Any:
+    if subject.is_meaning:
+        return subject.whole(x)
+    return graphify(lambda y: subject.whole(y))(x)
+
+
+def _after_lower(subject: Subject, x: Tensor) -> Any:
+    if not subject.is_meaning:
+        graphify(lambda y: subject.whole(y)).lower(x.clone())
+    return subject.whole(x)
+
+
+def _after_an_estimate(subject: Subject, x: Tensor) -> Any:
+    if not subject.is_meaning:
+        graphify(lambda y: subject.whole(y)).memory_estimate(x.clone())
+    return subject.whole(x)
+
+
+def _backward(subject: Subject, x: Tensor) -> Any:
+    leaf = x.clone().requires_grad_()
+    result = subject.whole(leaf)
+    if not result.requires_grad:
+        return result, None
+    weight = subject.built.world.weight
+    inputs = [leaf, *([weight] if weight.requires_grad else [])]
+    gradients = torch.autograd.grad(result.sum(), inputs, allow_unused=True, materialize_grads=True)
+    return result.detach(), gradients
+
+
+def _backward_under_hooks(subject: Subject, x: Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t * 1):
+        return _backward(subject, x)
+
+
+def _derivative_by_what_it_closes_over(subject: Subject, x: Tensor) -> Any:
+    world = subject.built.world
+
+    def loss(weight: Tensor) -> Tensor:
+        inner = World(weight, world.matrix, world.scale)
+        return subject.nest(subject.body.build(inner).function)(x).sum()
+
+    return func.grad(loss)(world.weight.detach())
+
+
+def _in_threads_at_once(subject: Subject, x: Tensor) -> Any:
+    results: list[Any] = [None] * 3
+    start = threading.Barrier(len(results))
+
+    def run(index: int) -> None:
+        try:
+            start.wait(60)
+            results[index] = subject.whole(x.clone())
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(results))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _after_an_error(subject: Subject, x: Tensor) -> Any:
+    with contextlib.suppress(Exception):
+        subject.whole(torch.ones(3, 5, 7, device=x.device))
+    return subject.whole(x)
+
+
+def _after_a_change(subject: Subject, x: Tensor) -> Any:
+    subject.built.change()
+    return subject.whole(x)
+
+
+@attrs.frozen(eq=False)
+class Occasion:
+    """How a composition is called.
+
+    Args:
+        run: `(subject, x)` to what is compared.
+        captures: whether a capture is around the composition.
+    """
+
+    run: Callable[[Subject, Tensor], Any]
+    captures: bool = False
+
+
+OCCASIONS: dict[str, Occasion] = {
+    "a call": Occasion(_called),
+    "a call in a capture": Occasion(_in_a_capture, captures=True),
+    "a call after lower": Occasion(_after_lower, captures=True),
+    "a call after a memory estimate": Occasion(_after_an_estimate, captures=True),
+    "backward": Occasion(_backward),
+    "backward under hooks": Occasion(_backward_under_hooks),
+    "the derivative by what it closes over": Occasion(_derivative_by_what_it_closes_over),
+    "calls in threads at once": Occasion(_in_threads_at_once),
+    "a call after an error": Occasion(_after_an_error),
+    "a call after a change outside": Occasion(_after_a_change),
+}
+"""How a composition is called, by name."""
