@@ -50,8 +50,10 @@ def compositions_mean_their_parts(
     composition: Composition, device: str = "cpu", tally: CompositionTally | None = None
 ) -> None:
     """L25: a nest of public transforms around any function gives, call by call, what the definitions of its transforms
-    give in plain torch; or weft refuses it by a `WeftError`, where a layer does not promise what is inside it. Compared are the results, the argument and the closed-over
-    tensor after the call, and, where every transform keeps the order of draws, the random generator.
+    give in plain torch; or weft refuses it by a `WeftError`, where a layer does not promise what is inside it.
+
+    Compared are the results, the argument and the closed-over tensor after the call, and, where every transform keeps
+    the order of draws, the random generator.
 
     Args:
         tally: counts the outcomes.
