@@ -1,30 +1,55 @@
-"""Random programs of tensors: a graph of each gives the function's results by bits, or weft refuses it.
+"""Random programs: weft gives what each means, or refuses it.
 
-    python -m weft.proofs.random_programs --programs 20000 --out proofs/results
+    python -m weft.proofs.random_programs --law L24 --programs 20000 --out proofs/results
 
-Draws programs (`weft.proofs.strategies.tensor_programs`), checks law L24 on each, and writes a record: how many there
-were, what weft refused and how often, and the smallest case of each difference. It exits with 1 if there is one.
+Draws programs of tensors for law L24 (`weft.proofs.strategies.tensor_programs`), or nests of transforms for law L25
+(`compositions`), checks the law on each, and writes a record: how many there were, what weft refused and how often, and
+the smallest case of each difference. It exits with 1 if there is one.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import hypothesis
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from tqdm.auto import tqdm
 
 from weft.errors import DeviceError
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.environment import environment
 from weft.proofs.laws.captures import Tally, graph_is_eager_on_tensor_programs
-from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
+from weft.proofs.laws.compositions import compositions_mean_their_parts
+from weft.proofs.strategies.captures.tensor_programs import tensor_programs
+from weft.proofs.strategies.compositions.composition import compositions
+
+
+@attrs.frozen
+class Subject:
+    """What a law of random programs draws and checks.
+
+    Args:
+        draw: the strategy for a device.
+        check: the law: `(program, device, tally)`.
+        record: the name of the record's file, before the device.
+    """
+
+    draw: Callable[[str], st.SearchStrategy[Any]]
+    check: Callable[[Any, str, Tally], None]
+    record: str
+
+
+SUBJECTS = {
+    "L24": Subject(tensor_programs, graph_is_eager_on_tensor_programs, "random-programs"),
+    "L25": Subject(lambda device: compositions(), compositions_mean_their_parts, "compositions"),
+}
+"""The laws that this draws programs for."""
 
 _AT_ONCE = 50
 """Programs a seed."""
@@ -47,6 +72,7 @@ class Run:
 
     Args:
         device, seed: of the programs; each batch of programs has the next seed.
+        law: one of `SUBJECTS`.
         tally: what there was to compare.
         differences: the programs that broke the law, made small.
         device_failed: whether a program made the device fail, which ends the run.
@@ -55,6 +81,7 @@ class Run:
 
     device: str
     seed: int
+    law: str = "L24"
     tally: Tally = attrs.field(factory=Tally)
     differences: list[Difference] = attrs.field(factory=list)
     device_failed: bool = False
@@ -89,14 +116,15 @@ class Run:
         }
 
 
-def run(num_programs: int, device: str = "cpu", seed: int = 0, minutes: float | None = None) -> Run:
+def run(num_programs: int, device: str = "cpu", seed: int = 0, minutes: float | None = None, law: str = "L24") -> Run:
     """Check so many programs, or as many as there is time for.
 
     Args:
         num_programs: the number of programs, at least; those that make a counterexample small are not counted.
         minutes: the time after which no further batch of programs begins.
+        law: one of `SUBJECTS`.
     """
-    found, start = Run(device, seed), time.monotonic()
+    found, start = Run(device, seed, law), time.monotonic()
     with tqdm(total=num_programs, unit="program") as bar:
         while found.tally.programs < num_programs and not found.ended:
             if minutes is not None and time.monotonic() - start > 60 * minutes:
@@ -114,7 +142,8 @@ class _DeviceFailed(BaseException):
 
 
 def _check_batch(found: Run, seed: int) -> None:
-    failing: list[TensorProgram] = []
+    failing: list[Any] = []
+    subject = SUBJECTS[found.law]
 
     @hypothesis.seed(seed)
     @settings(
@@ -125,11 +154,11 @@ def _check_batch(found: Run, seed: int) -> None:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(tensor_programs(found.device))
-    def check(program: TensorProgram) -> None:
+    @hypothesis.given(subject.draw(found.device))
+    def check(program: Any) -> None:
         tally = Tally() if failing else found.tally  # what makes a case small is not counted
         try:
-            graph_is_eager_on_tensor_programs(program, found.device, tally)
+            subject.check(program, found.device, tally)
         except LawViolation:
             failing.append(program)
             raise
@@ -147,13 +176,14 @@ def _check_batch(found: Run, seed: int) -> None:
     except hypothesis.errors.Flaky as error:
         if not failing:  # the device or the strategy failed, and not a law
             raise
-        smallest = min(failing, key=lambda program: len(program.code))
+        smallest = min(failing, key=lambda program: len(repr(program)))
         found.differences.append(Difference(seed, f"not always: {error}", repr(smallest)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check what the command line asks for, print the outcome, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--law", choices=SUBJECTS, default="L24")
     parser.add_argument("--programs", type=int, default=20_000, help="how many (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -165,13 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise DeviceError(call, "this machine has no CUDA device", "--device cpu")
     torch.set_num_threads(1)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS raises under deterministic algorithms
-    found = run(given.programs, given.device, given.seed, given.minutes)
+    found = run(given.programs, given.device, given.seed, given.minutes, given.law)
     for difference in found.differences:
         print(f"\nseed {difference.seed}: {difference.violation}\n{difference.program}")
     print(found)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        path = given.out / f"random-programs-{given.device}.json"
+        path = given.out / f"{SUBJECTS[given.law].record}-{given.device}.json"
         path.write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
     return 1 if found.differences else 0
 

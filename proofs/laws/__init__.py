@@ -6,7 +6,7 @@ function, and compares it with a run without transforms. `weft.proofs.mutants` p
 
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.captures import graph_is_eager_on_tensor_programs, hazards_are_right_or_refused
-from weft.proofs.laws.compositions import CompositionTally, compositions_mean_their_parts
+from weft.proofs.laws.compositions import compositions_mean_their_parts
 from weft.proofs.laws.derivatives import derivatives_are_of_the_step, graphs_of_gradients_are_gradients
 from weft.proofs.laws.dispatch import (
     class_is_kept,
@@ -71,7 +71,6 @@ __all__ = [
     "SHARD_TRANSFORMS",
     "TRANSFORMS",
     "WAYS",
-    "CompositionTally",
     "LawViolation",
     "assert_equal",
     "bits_are_of_the_request",

@@ -34,7 +34,7 @@ class Tally:
         programs: that were compared.
         calls: of their graphs.
         replays, captures: the calls that a graph answered, and the graphs that were captured for them.
-        errors: programs that raise an error without graphs too.
+        errors: programs that raise an error without weft too.
         refused: programs that weft refused, by the reason.
     """
 

@@ -1,7 +1,6 @@
 """L25: a nest of transforms means what its parts mean."""
 
 import warnings
-from collections import Counter
 from typing import Any
 
 import attrs
@@ -11,29 +10,11 @@ from torch import Tensor
 from weft.errors import WeftError
 from weft.proofs.checks.difference import LawViolation, find_difference
 from weft.proofs.checks.elements import Tolerance
+from weft.proofs.laws.captures import Tally, reason_of
 from weft.proofs.strategies.compositions.composition import Composition
 from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
 
 _LAW = "L25 a nest means what its parts mean"
-_MORE_ROUNDING = 4.0
-"""How many times the tolerance of a call that a derivative by halves may differ."""
-
-
-@attrs.define
-class CompositionTally:
-    """Counts of calls.
-
-    Args:
-        equal: that gave what the meaning gives.
-        errors: that raised, as the meaning does.
-        by_torch: that torch's own transforms cannot do.
-        refused: that weft refused, by the reason.
-    """
-
-    equal: int = 0
-    errors: int = 0
-    by_torch: int = 0
-    refused: Counter[str] = attrs.field(factory=Counter)
 
 
 @attrs.frozen(eq=False)
@@ -46,9 +27,7 @@ class _Outcome:
     generator: Tensor
 
 
-def compositions_mean_their_parts(
-    composition: Composition, device: str = "cpu", tally: CompositionTally | None = None
-) -> None:
+def compositions_mean_their_parts(composition: Composition, device: str = "cpu", tally: Tally | None = None) -> None:
     """L25: a nest of public transforms around any function gives, call by call, what the definitions of its transforms
     give in plain torch; or weft refuses it by a `WeftError`, where a layer does not promise what is inside it.
 
@@ -58,7 +37,8 @@ def compositions_mean_their_parts(
     Args:
         tally: counts the outcomes.
     """
-    tally = CompositionTally() if tally is None else tally
+    tally = Tally() if tally is None else tally
+    tally.programs += 1
     with warnings.catch_warnings(), torch.random.fork_rng(devices=["cuda"] if device == "cuda" else []):
         warnings.simplefilter("ignore")
         subject = composition.subject(device)
@@ -75,15 +55,16 @@ def _compare(
     subject: Subject,
     meaning: Subject,
     device: str,
-    tally: CompositionTally,
+    tally: Tally,
 ) -> bool:
     """Compare one call; whether a further one can be compared."""
     where = f"{_LAW}: {composition}, call {call}"
+    tally.calls += 1
     expected = _outcome(composition, call, occasion, meaning, device)
     seen = _outcome(composition, call, occasion, subject, device)
     if isinstance(seen.result, WeftError):
-        tally.refused[" ".join(str(seen.result).split())] += 1
-        if not composition.may_be_refused(occasion):
+        tally.refused[reason_of(seen.result)] += 1
+        if device == "cpu" and not composition.may_be_refused(occasion):
             raise LawViolation(f"{where}: it is refused: {_line(seen.result)}") from seen.result
         return False
     if isinstance(expected.result, Exception):
@@ -95,20 +76,18 @@ def _compare(
         torch_alone = composition.subject_of_torch(device)
         by_torch = _outcome(composition, call, occasion, torch_alone, device).result
         if type(by_torch) is type(seen.result):
-            tally.by_torch += 1
+            tally.errors += 1
             return False
         text = f"{where}: it raises {_line(seen.result)}, where its meaning does not"
         raise LawViolation(text) from seen.result
     draws = "draws random numbers" in composition.body.operations
     if draws and not (composition.keeps_draws and "threads" not in occasion):
-        tally.equal += 1
         return False
     tolerance = Tolerance(composition.tolerance, composition.tolerance)
     for name in ("result", "argument", "weight", "generator"):
         difference = find_difference(getattr(seen, name), getattr(expected, name), tolerance)
         if difference is not None and (name != "generator" or composition.keeps_draws):
             raise LawViolation(f"{where}: {name}{difference}")
-    tally.equal += 1
     return True
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 import weft
 import weft.transforms
 from weft.effects import Effect
-from weft.proofs.laws import CompositionTally, LawViolation, compositions_mean_their_parts
+from weft.proofs.laws import LawViolation, compositions_mean_their_parts
+from weft.proofs.laws.captures import Tally
 from weft.proofs.strategies import Body, Composition, compositions
 from weft.proofs.strategies.compositions.bodies import OPERATIONS, World
 from weft.proofs.strategies.compositions.composition import MAX_DEPTH
@@ -141,9 +142,9 @@ def test_a_call_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     nest = Composition(Body(("tanh(x)",)), ("scan",), ("a call",))
     monkeypatch.setitem(LAYERS, "scan", LAYERS["compose"])
-    tally = CompositionTally()
+    tally = Tally()
     compositions_mean_their_parts(nest, tally=tally)
-    assert tally.equal == 1
+    assert (tally.calls, tally.errors) == (1, 0)
     monkeypatch.setattr(LAYERS["compose"].__class__, "apply", property(lambda self: lambda function: wrong))
     with pytest.raises(LawViolation, match=r"L25 .*scan\(f\) of f: tanh\(x\); a call \(seed 0\), call 0: result\["):
         compositions_mean_their_parts(nest)

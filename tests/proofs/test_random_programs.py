@@ -40,6 +40,12 @@ def test_a_record_has_the_counts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert stored["differences"] == []
 
 
+def test_nests_of_transforms_are_drawn_for_l25(tmp_path: Path) -> None:
+    assert main(["--law", "L25", "--programs", "1", "--minutes", "0", "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "compositions-cpu.json").read_text())
+    assert (stored["law"], stored["tally"]["programs"]) == ("L25", 0)
+
+
 def test_a_run_ends_when_its_time_is_over() -> None:
     assert run(1000, minutes=0.0).tally.programs <= module._AT_ONCE
 

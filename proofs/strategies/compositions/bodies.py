@@ -176,7 +176,7 @@ OPERATIONS: dict[str, Operation] = {
 """What a body does to its argument, by name."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class Body:
     """A drawn function: operations in order. `build` makes it, each time over a world of its own.
 
@@ -190,7 +190,7 @@ class Body:
     seed: int = 0
     weight_requires_grad: bool = False
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         trained = ", whose weight requires grad" if self.weight_requires_grad else ""
         return f"f: {'; '.join(self.operations)}{trained}"
 
@@ -242,7 +242,7 @@ def bodies(draw: st.DrawFn, max_operations: int = 3) -> Body:
     """A chain of one to `max_operations` operations.
 
     >>> from hypothesis import find
-    >>> find(bodies(), lambda body: "detaches" in body.operations)
+    >>> print(find(bodies(), lambda body: "detaches" in body.operations))
     f: detaches
     """
     names = draw(st.lists(st.sampled_from(list(OPERATIONS)), min_size=1, max_size=max_operations))

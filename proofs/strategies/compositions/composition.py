@@ -43,7 +43,7 @@ class Composition:
 
     def __str__(self) -> str:
         nest = "".join(f"{name}(" for name in self.layers) + "f" + ")" * len(self.layers)
-        return f"{nest} of {self.body!r}; {', then '.join(self.occasions)} (seed {self.seed})"
+        return f"{nest} of {self.body}; {', then '.join(self.occasions)} (seed {self.seed})"
 
     @property
     def table(self) -> tuple[Layer, ...]:

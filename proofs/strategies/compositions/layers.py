@@ -440,7 +440,13 @@ LAYERS: dict[str, Layer] = {
         kind="graph",
         divides=True,
     ),
-    "pipeline in threads": Layer(_piped(1, threads=True), _repeated(2), uses=("pipeline",), slow=True),
+    "pipeline in threads": Layer(
+        _piped(1, threads=True),
+        _repeated(2),
+        uses=("pipeline",),
+        slow=True,
+        refused_in=(frozenset({"graph"}),),
+    ),
     "Transform": Layer(_counted, uses=("Transform",), keeps_draws=True),
     "while_loop": Layer(
         _counting_loop(None),
