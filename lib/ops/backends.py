@@ -11,8 +11,9 @@ from weft.ops.copying.copies import how_launched, no_kernel
 from weft.ops.register import no_triton, triton_version
 from weft.ops.tiles.experts import measured
 from weft.ops.tiles.gpus import device
-from weft.ops.tiles.linear import linear_tile, scaled_mm_lacks
+from weft.ops.tiles.linear import linear_tile
 from weft.ops.tiles.model import record
+from weft.torchapi.scaled_mm import scaled_mm_lacks
 
 
 @attrs.frozen

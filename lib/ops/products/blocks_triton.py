@@ -72,9 +72,10 @@ def clamp_to_fp8(x):
 def quantize_rows(x):
     """FP8 values and scales `[R]` of float32 rows `[R, 128]`."""
     most = tl.maximum(tl.max(tl.abs(x), 1), _LEAST)
-    scaled = x * tl.div_rn(_MOST + tl.zeros_like(most), most)[:, None]
+    largest = tl.full(most.shape, _MOST, tl.float32)
+    scaled = x * tl.div_rn(largest, most)[:, None]
     values = to_fp8(tl.minimum(tl.maximum(scaled, -_MOST), _MOST))
-    return values, tl.div_rn(most, _MOST + tl.zeros_like(most))
+    return values, tl.div_rn(most, largest)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from weft.ops.products.gate_triton import silu_mul
 from weft.ops.products.gated_many_triton import swiglu_many, takes
 from weft.ops.tiles.linear import gated_many_tile, gated_tile, linear_tile, one_part_tile
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
+from weft.torchapi.scaled_mm import scaled_mm
 
 _WIDE = Tile(64, 64, 32, 4, 2)
 """The tile of batch-invariant products in float32."""
@@ -225,9 +226,7 @@ def _scaled_mm(values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bi
     by_token = scales.new_empty(scales.shape[1], len(values))
     by_token[:, :tokens] = scales.t()
     by_block = F.pad(scale, (0, -scale.shape[1] % 4)) if scale.shape[1] % 4 else scale.contiguous()
-    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    given = by_token.t(), recipes[0], by_block.t(), recipes[1]
-    out = F.scaled_mm(values, weight.t(), *given, output_dtype=torch.bfloat16)
+    out = scaled_mm(values, weight, by_token, by_block)
     if bias is not None:
         out += bias
     return out[:tokens]

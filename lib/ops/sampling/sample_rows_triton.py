@@ -157,7 +157,7 @@ def _process_kernel(
     logits += request * stride
     adjusted += request * vocab
     peak = 0.0
-    bound = _INFINITE + tl.zeros([], tl.int32)
+    bound = tl.full([], _INFINITE, tl.int32)
 
     if kind == ADJUSTED:
         for start in range(0, vocab, COLUMNS):

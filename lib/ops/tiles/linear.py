@@ -7,8 +7,6 @@ run time.
 import functools
 
 import attrs
-import torch
-from torch.nn import functional as F
 
 from weft.ops.products.fp8 import BLOCK
 from weft.ops.tiles.candidates import candidates
@@ -16,6 +14,7 @@ from weft.ops.tiles.formula import COPY_SECONDS, gate_seconds, gated_many_second
 from weft.ops.tiles.gpus import MEASURED, device
 from weft.ops.tiles.model import model
 from weft.ops.tiles.tile import FEW_TOKENS, MANY_TOKENS, Tile, cdiv, power_of_two, segment_columns
+from weft.torchapi.scaled_mm import scaled_mm_lacks
 
 _RESIDENT = 2**24
 """Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of other kernels."""
@@ -29,19 +28,6 @@ _MANY_SECONDS = 3e-4
 steps of shorter ones."""
 _SEGMENT_TOKENS = 128
 """The most tokens for which the segments of a batch-invariant product have programs of their own."""
-
-
-@functools.cache
-def scaled_mm_lacks() -> str | None:
-    """Why `scaled_mm`, torch's product in FP8 blocks, cannot run here; None: it can."""
-    cuda = torch.version.cuda
-    if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no scaled_mm"
-    if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
-        return f"it needs CUDA 12.9, and torch has {cuda}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(0) != (9, 0):
-        return "it needs compute capability 9.0"
-    return None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from weft.ops.products import fp8
 from weft.ops.tiles.tile import Tile, cdiv
 from weft.proofs.bench.graphs import LEAST_BYTES, Graphs
 from weft.proofs.bench.tiles.weights import drawn
+from weft.torchapi.scaled_mm import scaled_mm
 
 _MOST_LAUNCHES = 256
 
@@ -191,10 +192,9 @@ def _call(
     if x_scales is None or scale is None:
         return partial(F.linear, x, weight)
     # The scales as torch takes them: column-major, and blocks padded to four. Making them is not timed.
-    by_token, by_block = x_scales.t().contiguous().t(), F.pad(scale, (0, -scale.shape[1] % 4)).t()
-    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    given = weight.t(), by_token, recipes[0], by_block, recipes[1]
-    return partial(F.scaled_mm, x, *given, output_dtype=torch.bfloat16)
+    by_token = x_scales.t().contiguous()
+    by_block = F.pad(scale, (0, -scale.shape[1] % 4))
+    return partial(scaled_mm, x, weight, by_token, by_block)
 
 
 def _consumer_calls() -> Iterator[tuple[str, int, int, int, Callable[[], Any]]]:

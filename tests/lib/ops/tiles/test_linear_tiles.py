@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 import weft.proofs
+from weft.ops import backends as backends_module
 from weft.ops.backends import backends
 from weft.ops.products.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
 from weft.ops.tiles import linear
@@ -27,13 +28,13 @@ from weft.ops.tiles.linear import (
     linear_parts,
     linear_segments,
     linear_tile,
-    scaled_mm_lacks,
 )
 from weft.ops.tiles.model import MODEL, Choice, Model, model
 from weft.ops.tiles.tile import segment_columns
 from weft.proofs.bench.tiles import fit
 from weft.proofs.bench.tiles.fit import Case
 from weft.proofs.bench.tiles.shapes import HELD_OUT, TRAINING, shapes
+from weft.torchapi.scaled_mm import scaled_mm_lacks
 
 RECORD = Path(weft.proofs.__path__[0]) / "results" / "2026-11-25-h100-tile-search.json.xz"
 KINDS = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -47,13 +48,25 @@ def cases() -> dict[bool, list[Case]]:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget what was chosen, before and after."""
-    remembered: list[Any] = [device, linear.scaled_mm_lacks, linear.linear_tile, linear.gated_tile]
+    remembered: list[Any] = [device, scaled_mm_lacks, linear.linear_tile, linear.gated_tile]
     remembered += [linear._best, linear._best_of_parts, linear.gated_many_tile]
     for one in remembered:
         one.cache_clear()
     yield
     for one in remembered:
         one.cache_clear()
+
+
+LACKS = None, "it needs what is not here"
+"""What torch's product in FP8 lacks: it depends on the build of torch, so that a test says which build it is about."""
+
+
+@pytest.fixture(params=LACKS, ids=["with scaled_mm", "without scaled_mm"])
+def lacks(request: pytest.FixtureRequest, fresh: None, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What torch's product in FP8 lacks in the test, once for each kind of build."""
+    monkeypatch.setattr(linear, "scaled_mm_lacks", lambda: request.param)
+    monkeypatch.setattr(backends_module, "scaled_mm_lacks", lambda: request.param)
+    return request.param
 
 
 @KINDS
@@ -91,15 +104,16 @@ def test_another_record_would_be_noticed(fp8: bool, cases: dict[bool, list[Case]
 sizes = st.sampled_from((8, 64, 100, 128, 768, 2048, 5120, 14336, 151936))
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(tokens=1, rows=64, columns=5120, fp8=False)
+@example(tokens=2048, rows=5120, columns=5120, fp8=True)
 @given(tokens=st.sampled_from((1, 2, 16, 17)) | st.integers(1, 10_000), rows=sizes, columns=sizes, fp8=st.booleans())
-def test_every_shape_has_a_tile(tokens: int, rows: int, columns: int, fp8: bool) -> None:
+def test_every_shape_has_a_tile(lacks: str | None, tokens: int, rows: int, columns: int, fp8: bool) -> None:
     found = candidates(tokens, rows, columns, fp8)
     assert found
     assert len(found) == len(set(found))
     tile = linear_tile(tokens, rows, columns, fp8)
-    assert tile is not None or not fp8  # torch has no product in FP8 on a CPU
+    assert tile is not None or not fp8 or (lacks is None and rows % 128 == columns % 128 == 0)
     for one in [*found, *([tile] if tile else [])]:
         assert (one.rows + one.tokens) * one.columns * (1 if fp8 else 2) * one.stages <= 227 * 2**10
         assert one.columns == 128 or not fp8
@@ -178,12 +192,8 @@ def test_a_faster_memory_changes_predictions() -> None:
     assert 1.25 < slow / fast < 1.45
 
 
-def test_torchs_product_in_fp8_is_chosen_where_it_runs(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert linear_tile(2048, 6144, 4096, True) is not None
-    monkeypatch.setattr(linear, "scaled_mm_lacks", lambda: None)
-    for one in (linear.linear_tile, linear._best):
-        one.cache_clear()
-    assert [linear_tile(tokens, 4096, 4096, True) for tokens in MANY] == [None] * len(MANY)
+def test_torchs_product_in_fp8_is_chosen_where_it_runs(lacks: str | None) -> None:
+    assert [linear_tile(tokens, 4096, 4096, True) is None for tokens in MANY] == [lacks is None] * len(MANY)
     assert linear_tile(1, 6144, 4096, True) is not None
     assert linear_tile(2048, 6144 + 64, 4096, True) is not None  # a scale covers 128 rows
     assert linear_tile(2048, 6144, 4096, True, batch_invariant=True) is not None
@@ -207,7 +217,7 @@ def test_what_torchs_product_in_fp8_lacks(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    found = linear.scaled_mm_lacks.__wrapped__()
+    found = scaled_mm_lacks.__wrapped__()
     assert found is None if seen is None else seen in str(found)
 
 
@@ -281,11 +291,14 @@ def test_gates_of_many_tokens_are_where_they_are_faster() -> None:
     assert gated_many_tile(8192, 6144, 1024) is None, "the host has no time to describe its tensors"
 
 
-def test_the_doctor_says_how_tiles_are_chosen(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+def test_the_doctor_says_how_tiles_are_chosen(lacks: str | None) -> None:
     rows = {row.op: row.reason for row in backends("cuda")}
     assert "for 31 shapes that it had not seen" in rows["linear"]
     assert "F.linear (cuBLAS) where the model has it faster, for 6144x4096 from 64 tokens on" in rows["linear"]
-    assert "scaled_mm for no shape: it needs CUDA 12.9" in rows["fp8_linear"]
+    if lacks is None:
+        assert "torch's scaled_mm (cuBLASLt) where the model has it faster, for 6144x4096 from" in rows["fp8_linear"]
+    else:
+        assert f"torch's scaled_mm for no shape: {lacks}" in rows["fp8_linear"]
 
 
 def test_the_file_is_as_it_is_written() -> None:
