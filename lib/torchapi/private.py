@@ -27,6 +27,7 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
@@ -181,13 +182,22 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
 
 
-def innermost_storage_id(tensor: torch.Tensor) -> int:
-    """`storage_id` of the tensor inside all wrappers of torch.func's transforms, which have no storage."""
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside all wrappers of torch.func's transforms: of `vmap`, with all rows."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
-    return storage_id(tensor)
+    return tensor
 
 
+def innermost_storage_id(tensor: torch.Tensor) -> int:
+    """`storage_id` of the tensor inside all wrappers of torch.func's transforms, which have no storage."""
+    return storage_id(innermost(tensor))
+
+
+is_fake: Callable[[torch.Tensor], bool] = fake_tensor.is_fake
+"""Whether a tensor has a shape and no values, as in a trace."""
+num_dispatch_modes: Callable[[], int] = _len_torch_dispatch_stack
+"""The number of active dispatch modes: traces, fake tensors, counters of operators."""
 num_function_modes: Callable[[], int] = _len_torch_function_stack
 """The number of active function modes, such as `torch.device("cpu")` as a context."""
 WithoutFunctionModes: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction

@@ -1,6 +1,6 @@
 """`while_loop`: repeats a pure function while a condition on its results holds; one launch in a graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
 
 import torch
@@ -9,10 +9,18 @@ from torch import Tensor
 from weft.arguments.checks import COUNT, Rule, check_values, is_int, kind_of
 from weft.donation import clone, donated_argnames
 from weft.errors import CaptureError, ProgramError
-from weft.torchapi.private import in_functorch_transform, storage_id
+from weft.torchapi.private import (
+    in_dispatch_mode,
+    in_functorch_transform,
+    innermost,
+    innermost_storage_id,
+    is_fake,
+    storage_id,
+)
 from weft.transforms.graphs.backends.loops import Looper, current_looper
-from weft.transforms.graphs.calls.borrowing import lends
-from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
+from weft.transforms.graphs.backends.writes import watching_writes
+from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
+from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 T = TypeVar("T")
 
@@ -64,37 +72,132 @@ def while_loop(
     return result
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+_Order = tuple[int, ...] | None
+"""The dimensions of a tensor from the one whose elements are farthest apart to the one of neighbours; None for what has
+no strides."""
+
+
+def _order(leaf: Any) -> _Order:
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        return None
+    return tuple(sorted(range(leaf.dim()), key=lambda dim: -leaf.stride(dim)))
+
+
+def _in_order(carry: Any, orders: Sequence[_Order] | None) -> Any:
+    """The carry with the memory layout that it has in each step, and nothing to conjugate or negate: a copy of those
+    leaves that differ. A replay finds the carry at fixed addresses, so all ways to run a loop keep its layout."""
+    if orders is None:
+        return carry
+    leaves, structure = tree_flatten(carry)
+    return tree_unflatten([_leaf_in_order(*pair) for pair in zip(leaves, orders, strict=True)], structure)
+
+
+def _leaf_in_order(x: Any, order: _Order) -> Any:
+    if order is None or not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return x
+    x = x.resolve_conj().resolve_neg()
+    step = 1
+    for dim in reversed(order):
+        if x.shape[dim] > 1 and x.stride(dim) != step:
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            return x.permute(order).contiguous().permute(inverse)
+        step *= x.shape[dim]
+    return x
+
+
+def _where(live: Tensor, new: Any, old: Any) -> Any:
+    return torch.where(live, new, old) if isinstance(new, Tensor) and new is not old else old
+
+
+def _value(flag: Tensor) -> bool:
+    """The value of a condition.
+
+    Raises:
+        ValueError: it is a fake tensor, of which a trace would record that it was read.
+        RuntimeError: it has a value for each row of `vmap`.
+    """
+    if is_fake(innermost(flag)):
+        raise ValueError("a fake tensor, which has no value")
+    return bool(flag)
+
+
+def _may_hold_anywhere(flags: Tensor) -> bool:
+    """Whether a condition holds in any row of `vmap`; True, too, where it has no value."""
+    rows = innermost(flags)
+    return is_fake(rows) or bool(rows.any())
+
+
+class _Underivable(torch.autograd.Function):
+    """A result of a recorded loop, whose steps autograd has not seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor, call: str) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        seen = "a derivative of its result in a graph, which repeats the loop and does not record its steps"
+        raise CaptureError(ctx.call, seen, "while_loop(..., max_steps=...), which the graph then has in full")
+
+
+def _without_derivative(x: Any, differentiated: Tensor, call: str) -> Any:
+    """A result of a recorded loop: to ask autograd for its derivative is an error."""
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return _Underivable.apply(x, differentiated, call)
+
+
 class _Loop:
     """A call of `while_loop`."""
 
     def __init__(
         self, call: str, cond: Callable[[Any], Any], body: Callable[[Any], Any], max_steps: int | None
     ) -> None:
-        self.call, self.cond, self.body, self.max_steps = call, cond, body, max_steps
+        self.call = call
+        self.cond = cond
+        self.body = body
+        self.max_steps = max_steps
+        self.takes_carry = bool(donated_argnames(body))
 
     def start(self, init: Any) -> Any:
         """Run the loop, or record it in the capture around it."""
         looper = current_looper()
         if looper is None:
             return self.run(init)
-        unable = "a transform of torch.func inside it" if in_functorch_transform() else looper.unable
+        unable = self._why_unable(init, looper)
         if unable is None:
             return self.record(init, looper)
         if self.max_steps is None:
             seen = f"a graph that cannot repeat: {unable}"
             raise CaptureError(self.call, seen, "while_loop(..., max_steps=...), which the graph then has in full")
-        return self.run_masked(init)
+        return self.run_masked(init, host_reads=False)
 
-    def run(self, carry: Any) -> Any:
+    def _why_unable(self, init: Any, looper: Looper) -> str | None:
+        if in_functorch_transform():
+            return "a transform of torch.func inside it"
+        differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(init))
+        if differentiates and self.max_steps is not None:
+            return "autograd inside it"
+        return looper.unable
+
+    def run(self, init: Any) -> Any:
         """The Python loop."""
-        first, steps = carry, 0
+        orders = self._orders(init)
+        taken = frozenset(map(innermost_storage_id, _tensors(init))) if self.takes_carry else frozenset()
+        carry = _in_order(init, orders)
+        steps = 0
         while steps != self.max_steps:
             flag = self._flag(carry)
             try:
-                goes_on = bool(flag)
-            except Exception as error:  # a row of vmap, a fake tensor, a tensor that is traced
+                goes_on = _value(flag)
+            except Exception as error:  # a row of vmap, a fake tensor
                 if self.max_steps is not None:
-                    return self.run_masked(first)
+                    return self.run_masked(init, host_reads=True)
                 seen = f"a condition whose value the host cannot read: {str(error).splitlines()[0]:.150}"
                 instead = (
                     "while_loop(..., max_steps=...), which then runs so many steps; or the loop outside the transform"
@@ -102,62 +205,146 @@ class _Loop:
                 raise ProgramError(self.call, seen, instead) from error
             if not goes_on:
                 break
-            carry, steps = self._step(carry), steps + 1
-        return clone(carry) if steps and lends(self.body) else carry
+            carry = _in_order(self._step(carry), orders)
+            steps += 1
+        return self._owned(carry, taken)
 
-    def run_masked(self, carry: Any) -> Any:
-        """`max_steps` steps, of which each after the last one keeps the carry as it is."""
-        if donated_argnames(self.body):
+    def run_masked(self, init: Any, *, host_reads: bool) -> Any:
+        """`max_steps` steps, of which each after the last one keeps the carry as it is.
+
+        A row whose loop has ended still runs the body, on the last carry of its own on which `cond_fun` held. What the
+        body computes there is dropped, but it must not fail, and its derivatives must be finite: the derivative of
+        `where` is 0 times theirs.
+
+        Args:
+            init: the first carry.
+            host_reads: whether the host may read if any row goes on.
+        """
+        if self.takes_carry:
             seen = "a body that updates its carry in place, which steps after the last one cannot undo"
             raise ProgramError(self.call, seen, "a body that returns new tensors, without weft.donates")
         assert self.max_steps is not None, "the caller has seen to it"
-        live = self._flag(carry)
+        orders = self._orders(init)
+        carry, structure = tree_flatten(_in_order(init, orders))
+        live = self._flag(tree_unflatten(carry, structure))
+        safe = carry
         for step in range(self.max_steps):
-            new = self._step(carry)
-            leaves, structure = tree_flatten(carry)
-            pairs = zip(leaves, tree_leaves(new), strict=True)
-            chosen = [torch.where(live, b, a) if isinstance(a, Tensor) and b is not a else a for a, b in pairs]
-            carry = tree_unflatten(chosen, structure)
+            if host_reads and not _may_hold_anywhere(live):
+                break
+            safe_carry = tree_unflatten(safe, structure)
+            new = tree_leaves(_in_order(self._step(safe_carry, is_masked=True), orders))
+            changes = [isinstance(x, Tensor) and x is not old for x, old in zip(new, safe, strict=True)]
+            after = [_where(live, *pair) for pair in zip(new, carry, strict=True)]
+            carry = [x if is_new else old for x, old, is_new in zip(after, carry, changes, strict=True)]
             if step + 1 < self.max_steps:
-                live = live & self._flag(carry)
-        return carry
+                live = live & self._flag(tree_unflatten(carry, structure))
+                fallback = [x.detach() if isinstance(x, Tensor) else x for x in safe]
+                after = [_where(live, *pair) for pair in zip(carry, fallback, strict=True)]
+                safe = [x if is_new else old for x, old, is_new in zip(after, safe, changes, strict=True)]
+        return self._owned(_in_order(tree_unflatten(carry, structure), orders), frozenset())
 
     def record(self, init: Any, looper: Looper) -> Any:
         """Record the loop: the carry has fixed addresses, to which each step writes the next one."""
         leaves, structure = tree_flatten(init)
-        in_place = bool(donated_argnames(self.body))
-        buffers = [x.clone() if isinstance(x, Tensor) and not in_place else x for x in leaves]
+        if self.takes_carry:
+            self._refuse_overlaps(init)
+            buffers = leaves
+        else:
+            orders = self._orders(init)
+            detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+            buffers = tree_leaves(clone(_in_order(tree_unflatten(detached, structure), orders)))
+        differentiated = [x for x in _tensors(leaves) if x.requires_grad]
         flag = self._flag(tree_unflatten(buffers, structure)).clone()
         left = None if self.max_steps is None else torch.full_like(flag, self.max_steps, dtype=torch.int64)
 
         def step() -> None:
-            made = self._step(tree_unflatten(buffers, structure))
-            _write(buffers, tree_leaves(made))
+            carry = tree_unflatten(buffers, structure)
+            made = tree_leaves(self._step(carry))
+            differentiated.extend(x for x in _tensors(made) if x.requires_grad)
+            _write(buffers, [x.detach() if isinstance(x, Tensor) else x for x in made])
             goes_on = self._flag(tree_unflatten(buffers, structure))
             if left is not None:
                 left.sub_(1)
                 goes_on = goes_on & (left > 0)
             flag.copy_(goes_on)
 
-        looper.loop(flag, step)
+        looper.loop(flag, _tensors(buffers), step)
+        if torch.is_grad_enabled() and differentiated:
+            buffers = [_without_derivative(x, differentiated[0], self.call) for x in buffers]
         return tree_unflatten(buffers, structure)
 
+    def _orders(self, init: Any) -> tuple[_Order, ...] | None:
+        """The order of dimensions in memory that each leaf keeps; None where the body takes the carry's storage."""
+        return None if self.takes_carry else tuple(map(_order, tree_leaves(init)))
+
+    def _owned(self, carry: Any, taken: Set[int]) -> Any:
+        """The result, in memory of its own: a replay returns new memory too, whether it repeats the body or not.
+
+        Args:
+            carry: the last one, which may be the first one, what the body closes over, or lent by the body.
+            taken: the storages that the body takes and gives back.
+        """
+        return tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) and innermost_storage_id(x) not in taken else x, carry
+        )
+
+    def _refuse_overlaps(self, init: Any) -> None:
+        """Raise ProgramError for a carry of shared memory, whose parts cannot all have their next value in place."""
+        leaves = [(name, x) for name, x in leaves_with_names(init) if isinstance(x, Tensor)]
+        for index, (name, x) in enumerate(leaves):
+            if x.layout is not torch.strided:
+                continue
+            instead = "weft.clone(...) of one of them, in init_val"
+            if overlaps_itself(x):
+                raise ProgramError(
+                    self.call, f"leaf {name} of a carry in place has two elements at one address", instead
+                )
+            for other, y in leaves[:index]:
+                if storage_id(x) == storage_id(y) and overlap(x, y):
+                    seen = f"leaves {other} and {name} of a carry in place, which share memory"
+                    raise ProgramError(self.call, seen, instead)
+
     def _flag(self, carry: Any) -> Tensor:
-        flag = self.cond(carry)
+        flag = self._call(self.cond, "cond_fun", carry)
         if not isinstance(flag, Tensor) or flag.dim() or flag.dtype is not torch.bool:
             shown = f"{flag.dtype} of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else kind_of(flag)
             instead = "a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()"
             raise ProgramError(self.call, f"cond_fun returned {shown.replace('torch.', '')}", instead)
         return flag
 
-    def _step(self, carry: Any) -> Any:
+    def _step(self, carry: Any, *, is_masked: bool = False) -> Any:
         """The next carry."""
         before = leaves_with_names(carry)
         structure = tree_flatten(carry)[1]
         kinds = [_kind(leaf) for _, leaf in before]  # read now: a body may change its argument
-        made = self.body(carry)
+        made = self._call(self.body, "body_fun", carry, is_masked=is_masked)
         if (seen := _difference(before, kinds, structure, made)) is not None:
             raise ProgramError(self.call, f"body_fun returned {seen}", "the carry's structure, shapes and dtypes")
+        return made
+
+    def _call(self, function: Callable[[Any], Any], name: str, carry: Any, *, is_masked: bool = False) -> Any:
+        """Call a function of the carry, which it must not write, unless it takes its storage: a replay would write a
+        copy. In steps that may come after the last one it must write nothing else either."""
+        if self.takes_carry:
+            return function(carry)
+        leaves = [(path, x) for path, x in leaves_with_names(carry) if isinstance(x, Tensor)]
+        if is_masked or in_dispatch_mode() or any(innermost(x).is_inference() for _, x in leaves):
+            with watching_writes() as writes:
+                made = function(carry)
+            written = [path for path, x in leaves if innermost_storage_id(x) in writes.outside]
+        else:
+            before = [innermost(x)._version for _, x in leaves]
+            made = function(carry)
+            pairs = zip(leaves, before, strict=True)
+            written = [path for (path, x), version in pairs if innermost(x)._version != version]
+            writes = None
+        if written:
+            seen = f"{name} writes leaf {written[0] or '(the whole)'} of its carry in place"
+            instead = "new tensors (x + 1, not x.add_(1)); or a body marked by @weft.donates, which takes the storage"
+            raise ProgramError(self.call, seen, instead)
+        if is_masked and writes is not None and writes.outside:
+            seen = f"{name} writes a tensor that is no part of its carry, and may run after the last step"
+            raise ProgramError(self.call, seen, "the tensor in the carry, and its next value in what body_fun returns")
         return made
 
 
@@ -200,4 +387,5 @@ def _write(buffers: Sequence[Any], made: Sequence[Any]) -> None:
 def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements of one storage."""
     same = storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset()
-    return same and a.shape == b.shape and a.stride() == b.stride()
+    same = same and a.shape == b.shape and a.stride() == b.stride()
+    return same and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()

@@ -16,6 +16,7 @@ from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
 from weft.torchapi.private import VIEWS, DispatchMode, FunctionMode, schema_of, seen_as, storage_id, without_modes
+from weft.transforms.graphs.backends.loops import looping
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -94,7 +95,7 @@ def trace(
         returned.append(tree_flatten(out))
         return [leaf for leaf in returned[-1][0] if isinstance(leaf, Tensor)]
 
-    with without_modes(), torch.set_grad_enabled(grads):
+    with without_modes(), looping(None), torch.set_grad_enabled(grads):
         examples = [_example(leaves[index]) for index in places]
         try:
             graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)

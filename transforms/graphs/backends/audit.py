@@ -18,6 +18,7 @@ from weft.torchapi.frames import compiled_caller
 from weft.torchapi.patches import hearing_scripts, signal_capture
 from weft.torchapi.private import WithoutFunctionModes, storage_id, uncompiled
 from weft.torchapi.watching import OperatorWatch
+from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.host_reads import (
     REMEDY,
     REMEDY_OF_COPIES,
@@ -25,7 +26,7 @@ from weft.transforms.graphs.backends.host_reads import (
     Refusals,
     compiling_fault,
 )
-from weft.transforms.graphs.backends.loops import Rehearsal, looping
+from weft.transforms.graphs.backends.loops import Rehearsal, Steps, looping
 from weft.transforms.graphs.backends.operators import (
     COPY,
     ONLY_MEMORY,
@@ -105,7 +106,7 @@ class Audit(OperatorWatch):
         self._named = {storage: i for i, storage in enumerate(storages) if storage and i >= inputs.num_donated}
         self._dense = {storages[i]: _dense_bytes(x) for i, x in enumerate(inputs.leaves) if i >= count and storages[i]}
         self.own = {*self.writable}
-        self._constants = set[int]()
+        self._constants = Constants()
         self._dependent = self._buffers | self.writable
         self._arguments = arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
@@ -120,6 +121,7 @@ class Audit(OperatorWatch):
         generators = [x for x in inputs.leaves if isinstance(x, torch.Generator)]
         # None of these knows the audit, which holds the caller's tensors: it goes as soon as the capture is done.
         self.random = Randomness(refusals.refuse, on_device, generators)
+        self.steps = Steps(self.random, self._constants, refusals.refuse, on_device)
         self._host_reads = HostReads(
             refusals.refuse,
             lambda tensor: any(reference() is tensor for reference in arguments),
@@ -134,7 +136,7 @@ class Audit(OperatorWatch):
             stack.enter_context(_without_cached_casts())
             stack.enter_context(hearing_scripts(self._refuse_script))
             stack.enter_context(self._host_reads)
-            stack.enter_context(looping(Rehearsal(self.random), inside=False))
+            stack.enter_context(looping(Rehearsal(self.steps), inside=False))
             super().__enter__()
             stack.push(super().__exit__)
             self._entered = stack.pop_all()
@@ -186,15 +188,14 @@ class Audit(OperatorWatch):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[int, Tensor], result: Any
     ) -> None:
         """Note which tensors on the CPU are the same at each call, because they come from Python numbers alone."""
-        if func._schema.name == "aten::_pack_padded_sequence" and storage_id(args[1]) in self._constants:
+        if func._schema.name == "aten::_pack_padded_sequence" and self._constants.contains_all([storage_id(args[1])]):
             self._constants.add(storage_id(result[1]))  # the batch sizes, which are those of the lengths
             return
-        constant = self._constants.issuperset(inputs) and not may_draw(func) and func.overloadpacket not in ONLY_MEMORY
-        made = {storage_id(x) for x in (*tensors_in(result), *written(func, args, kwargs)) if x.is_cpu}
-        if constant:
-            self._constants |= made
-        else:
-            self._constants -= made
+        are_constant = self._constants.contains_all(inputs) and not may_draw(func)
+        are_constant = are_constant and func.overloadpacket not in ONLY_MEMORY
+        made = {storage_id(x) for x in tensors_in(result) if x.is_cpu}
+        in_place = {storage_id(x) for x in written(func, args, kwargs) if x.is_cpu}
+        self._constants.note(made.difference(inputs), in_place, are_constant=are_constant)
 
     def _note_external(self, storage: int, tensor: Tensor) -> None:
         if self.external.setdefault(storage, tensor) is tensor and tensor.requires_grad and tensor.is_leaf:
@@ -268,7 +269,7 @@ class Audit(OperatorWatch):
     def _are_constants(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the function made these tensors on the CPU, and from nothing that a later call may change: such as
         the lengths of sequences, given as a list."""
-        return bool(tensors) and all(storage_id(t) in self._constants for t in tensors)
+        return bool(tensors) and all([self._constants.read(storage_id(t)) for t in tensors])
 
     def _refuse_unaliased(self, tensor: Tensor) -> None:
         """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and not as the

@@ -254,7 +254,7 @@ class _Session(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name not in self.split_at:
             return self.pass_on(func, args, kwargs)
-        if self.audit.random.repeats:
+        if self.audit.steps.repeats:
             raise self.audit.refuse(*split_in_loop(func))
         self._end()
         # A capture only records, so the piece must run before the operator can read its values.

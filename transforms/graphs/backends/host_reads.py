@@ -5,7 +5,7 @@ import linecache
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.torchapi.frames import READ_BY_PICKLE, in_pickle, off_fast_path
 from weft.torchapi.private import FunctionMode, innermost_storage_id, is_higher_order, uncompiled
+from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
@@ -45,8 +46,7 @@ class HostReads(FunctionMode):
         refuse: makes the error for a fault and its remedy.
         is_argument: whether a tensor is itself an argument, and not a view or result of one.
         is_own: whether a tensor was made inside the function.
-        constants: the storages of the tensors that come from Python numbers alone, so that they are the same at each
-            call.
+        constants: the tensors that come from Python numbers alone, so that they are the same at each call.
         asked_for: collects the storages of tensors that are made without values.
     """
 
@@ -55,7 +55,7 @@ class HostReads(FunctionMode):
         refuse: Callable[..., CaptureError],
         is_argument: Callable[[Tensor], bool],
         is_own: Callable[[Tensor], bool],
-        constants: set[int],
+        constants: Constants,
         asked_for: set[int],
     ) -> None:
         super().__init__()
@@ -115,11 +115,11 @@ def _max_pool1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _fault(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Set[int]
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Constants
 ) -> tuple[str, str] | None:
     """(the host read that a function does, the remedy); None if it reads nothing on the host."""
     if name in _READS and getattr(torch.Tensor, name, None) is func:
-        if name not in _SHARED and innermost_storage_id(args[0]) in constants:
+        if name not in _SHARED and constants.read(innermost_storage_id(args[0])):
             return None
         fault = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
         print_remedy = "call it inside weft.no_capture(replay=False), where it may print; or " if name in _SHOWN else ""
@@ -138,7 +138,7 @@ def _fault(
         return f"{name} of a list of tensors reads them on the host", f"torch.stack or torch.cat; or {REMEDY}"
     if func in _INDEXING and _is_list_of_tensors(args[1]):
         return "an index that is a list of tensors reads them on the host", f"x[torch.stack([i, j])]; or {REMEDY}"
-    if name in _PACKED and innermost_storage_id(args[1]) not in constants:
+    if name in _PACKED and not constants.read(innermost_storage_id(args[1])):
         return f"{name} reads the lengths of sequences on the host", f"padded sequences and a mask; or {REMEDY}"
     return None
 

@@ -1,12 +1,16 @@
 """Loops in captures: what `while_loop` asks of the capture around it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from weft.errors import CaptureError
+from weft.torchapi.private import storage_id
+from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.randomness import Randomness
 
 
@@ -17,9 +21,9 @@ class Looper(Protocol):
     def unable(self) -> str | None:
         """The reason why it cannot record a loop whose length depends on data; None if it can."""
 
-    def loop(self, flag: Tensor, step: Callable[[], None], /) -> None:
+    def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None], /) -> None:
         """Record `step`, which runs once now, so that a replay repeats it while `flag` ([] bool) holds; `step` writes
-        the flag."""
+        the flag and the carry."""
 
 
 _LOOPER: ContextVar[Looper | None] = ContextVar("weft.looper", default=None)
@@ -31,8 +35,8 @@ def current_looper() -> Looper | None:
 
 
 @contextlib.contextmanager
-def looping(looper: Looper, *, inside: bool = True) -> Iterator[None]:
-    """A context in which `looper` records loops; with `inside=False` only where no other one does."""
+def looping(looper: Looper | None, *, inside: bool = True) -> Iterator[None]:
+    """A context in which `looper` records loops, or nothing does; with `inside=False` only where no other one does."""
     if not inside and _LOOPER.get() is not None:
         yield
         return
@@ -43,16 +47,67 @@ def looping(looper: Looper, *, inside: bool = True) -> Iterator[None]:
         _LOOPER.reset(token)
 
 
+class Steps:
+    """The steps of loops in the runs of one function. A replay repeats them on other values than the run has.
+
+    Args:
+        random: watches the random generators.
+        constants: the tensors whose values the function may read on the host.
+        refuse: makes the error for a fault and its remedy.
+        device: the GPU that replays the function, or None on the CPU.
+    """
+
+    def __init__(
+        self,
+        random: Randomness,
+        constants: Constants,
+        refuse: Callable[[str, str], CaptureError],
+        device: torch.device | None,
+    ) -> None:
+        self._random = random
+        self._constants = constants
+        self._refuse = refuse
+        self._device = device
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step runs now."""
+        return self._random.repeats > 0
+
+    @contextlib.contextmanager
+    def step(self, carry: Sequence[Tensor]) -> Iterator[None]:
+        """Context of a step, which writes the carry.
+
+        Raises:
+            CaptureError: on a GPU, a carry on the CPU; the step draws random numbers, or changes what it read on the
+                host.
+        """
+        elsewhere = [x for x in carry if self._device is not None and x.device != self._device]
+        if elsewhere:
+            shape = list(elsewhere[0].shape)
+            fault = f"the carry of while_loop has a tensor {shape} on {elsewhere[0].device}, which a replay would not"
+            raise self._refuse(f"{fault} change", f"make it with device={str(self._device)!r}")
+        self._constants.begin_step(storage_id(x) for x in carry)
+        try:
+            with self._random.repeated():
+                yield
+        finally:
+            was_changed = self._constants.end_step()
+        if was_changed:
+            fault = "a step of while_loop reads a tensor on the host, and changes it for the next step"
+            raise self._refuse(fault, "a tensor in the carry, and tensor operations (torch.where) on it")
+
+
 class Rehearsal:
     """Runs each loop's step once: in a rehearsal, and in a listing of a function's operators."""
 
-    def __init__(self, random: Randomness) -> None:
-        self._random = random
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
 
     unable: str | None = None
 
-    def loop(self, _: Tensor, step: Callable[[], None]) -> None:
-        with self._random.repeated():
+    def loop(self, _: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
+        with self._steps.step(carry):
             step()
 
 

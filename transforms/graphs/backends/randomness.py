@@ -111,12 +111,11 @@ class Randomness:
         if may_draw(func):
             self.end()
             if self.repeats:
-                fault = f"{func} draws random numbers in while_loop, the same ones in each step of a replay"
-                raise self.refuse(fault, "draw from a counter in the carry, or draw all numbers before the loop")
+                self._prepare_to_see_draws()
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Context of a part of a run that a replay may repeat, in which no operator may draw."""
+        """Context of a part of a run that a replay may repeat, in which no operator draws."""
         self.repeats += 1
         try:
             yield
@@ -124,10 +123,22 @@ class Randomness:
             self.repeats -= 1
 
     def after_operator(self, func: Any) -> None:
-        """Record the states that an operator leaves."""
+        """Record the states that an operator leaves. Raise CaptureError if it drew in a step that a replay repeats:
+        whether it did, the generators say. Attention without dropout is tagged as random, and a custom operator may be
+        tagged or not."""
         if may_draw(func):
-            for known in self._known.values():
-                known.observe()
+            moved = [known.observe() for known in self._known.values()]
+            if self.repeats and any(moved):
+                fault = f"{func} draws random numbers in while_loop, the same ones in each step of a replay"
+                raise self.refuse(fault, "draw from a counter in the carry, or draw all numbers before the loop")
+
+    def _prepare_to_see_draws(self) -> None:
+        """Read the states before an operator that a replay repeats. A GPU's cannot be read during a capture: then a
+        rehearsal must have run the operator."""
+        if self.device is not None and is_capturing()() and not self._rehearsed:
+            raise UnknownGenerator
+        for known in self._known.values():
+            known.observe()
 
     def restore(self) -> None:
         """Restore the states of all generators from before the first run."""
@@ -160,17 +171,20 @@ class _Known:
         self._seed, self._seen = None, []
         self.observe()
 
-    def observe(self) -> None:
-        """Note the present seed and state, except those of a GPU's generator during a capture, when they cannot be read
-        and CUDA itself refuses a new seed."""
+    def observe(self) -> bool:
+        """Note the present seed and state, and return whether the state is another one than at the last time. Those of
+        a GPU's generator cannot be read during a capture, in which CUDA itself refuses a new seed."""
         if self.generator.device.type == "cuda" and is_capturing()():
-            return
+            return False
         seed = self.generator.initial_seed()
         if self._seed is None:
             fresh = torch.Generator(self.generator.device).manual_seed(seed)
             self._seen = [generator_bytes(fresh), self._initial_bytes]
         self._seed = seed
-        self._seen.append(generator_bytes(self.generator))
+        state = generator_bytes(self.generator)
+        moved = state != self._seen[-1]
+        self._seen.append(state)
+        return moved
 
     def was_seeded(self, shared: bool) -> bool:
         """Whether the generator was seeded since the last operator; other threads may draw from a shared one."""

@@ -132,11 +132,11 @@ class _Recorder(OperatorWatch):
 
     unable: str | None = None
 
-    def loop(self, flag: Tensor, step: Callable[[], None]) -> None:
+    def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
         """Record the operators of `step` on a tape of their own, which a replay repeats."""
         outer, self.tape = self.tape, []
         try:
-            with self.audit.random.repeated():
+            with self.audit.steps.step(carry):
                 step()
         finally:
             inner, self.tape = self.tape, outer
@@ -144,7 +144,7 @@ class _Recorder(OperatorWatch):
             self.tape.append(Loop(_alias(flag), tuple(inner), torch.is_grad_enabled()))
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.audit.random.repeats and func._schema.name in self.split_at:
+        if self.audit.steps.repeats and func._schema.name in self.split_at:
             raise self.audit.refuse(*split_in_loop(func))
         self.num_pieces += func._schema.name in self.split_at
         self.inference |= torch.is_inference_mode_enabled()

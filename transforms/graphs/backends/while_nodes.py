@@ -1,7 +1,7 @@
 """Loops in CUDA graphs: conditional nodes, which repeat a part of a graph without the host."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +60,12 @@ class Rehearsed:
             self.nodes.give_up(reason)
         return self.nodes.unable
 
-    def loop(self, _: Tensor, step: Callable[[], None]) -> None:
+    def loop(self, _: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
         stream, current = self.nodes.stream(self._depth), torch.cuda.current_stream(self.nodes.device)
         stream.wait_stream(current)
         self._depth += 1
         try:
-            with self._audit.random.repeated(), torch.cuda.stream(stream):
+            with self._audit.steps.step(carry), torch.cuda.stream(stream):
                 step()
         finally:
             self._depth -= 1
@@ -84,14 +84,14 @@ class Recorded:
     def unable(self) -> str | None:
         return self.nodes.unable
 
-    def loop(self, flag: Tensor, step: Callable[[], None]) -> None:
+    def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
         self.nodes.recorded += 1
         pool = torch.cuda.MemPool()
         self.pools.append(pool)
         stream = self.nodes.stream(self._depth)
         self._depth += 1
         try:
-            with self._audit.random.repeated():
+            with self._audit.steps.step(carry):
                 repeat_while(flag, step, stream, pool)
         finally:
             self._depth -= 1
