@@ -22,6 +22,7 @@ from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
@@ -169,6 +170,20 @@ def in_other_transform_than_grad() -> bool:
     """Whether a torch.func transform is active that is not one of `grad`, `vjp` and `jacrev` without its `vmap`."""
     levels = get_interpreter_stack() or ()
     return forward_ad._current_level >= 0 or any(level.key() != TransformType.Grad for level in levels)
+
+
+def in_vmap() -> bool:
+    """Whether a `vmap` is active, at any level."""
+    return any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a value for each row of a `vmap`, at any level."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:

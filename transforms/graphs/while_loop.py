@@ -20,6 +20,7 @@ from weft.torchapi.private import (
 from weft.transforms.graphs.backends.loops import Looper, current_looper
 from weft.transforms.graphs.backends.writes import watching_writes
 from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
+from weft.transforms.graphs.masked_steps import DerivativesWhere, safe_start
 from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 T = TypeVar("T")
@@ -109,10 +110,6 @@ def _leaf_in_order(x: Any, order: _Order) -> Any:
     return x
 
 
-def _where(live: Tensor, new: Any, old: Any) -> Any:
-    return torch.where(live, new, old) if isinstance(new, Tensor) and new is not old else old
-
-
 def _value(flag: Tensor) -> bool:
     """The value of a condition.
 
@@ -125,10 +122,10 @@ def _value(flag: Tensor) -> bool:
     return bool(flag)
 
 
-def _may_hold_anywhere(flags: Tensor) -> bool:
-    """Whether a condition holds in any row of `vmap`; True, too, where it has no value."""
+def _holds_anywhere(flags: Tensor) -> bool | None:
+    """Whether a condition holds in any row of `vmap`; None where it has no value."""
     rows = innermost(flags)
-    return is_fake(rows) or bool(rows.any())
+    return None if is_fake(rows) else bool(rows.any())
 
 
 class _Underivable(torch.autograd.Function):
@@ -212,9 +209,9 @@ class _Loop:
     def run_masked(self, init: Any, *, host_reads: bool) -> Any:
         """`max_steps` steps, of which each after the last one keeps the carry as it is.
 
-        A row whose loop has ended still runs the body, on the last carry of its own on which `cond_fun` held. What the
-        body computes there is dropped, but it must not fail, and its derivatives must be finite: the derivative of
-        `where` is 0 times theirs.
+        A row whose loop has ended still runs the body, on the last carry of its own on which `cond_fun` held; one whose
+        loop never began, on the first carry of a row whose loop did. What the body computes there is dropped, but it
+        must not fail, and its derivatives must be finite: the derivative of `where` is 0 times theirs.
 
         Args:
             init: the first carry.
@@ -227,20 +224,21 @@ class _Loop:
         orders = self._orders(init)
         carry, structure = tree_flatten(_in_order(init, orders))
         live = self._flag(tree_unflatten(carry, structure))
-        safe = carry
+        safe = [safe_start(live, x) for x in carry]
         for step in range(self.max_steps):
-            if host_reads and not _may_hold_anywhere(live):
+            anywhere = _holds_anywhere(live) if host_reads else None
+            if anywhere is False:
                 break
-            safe_carry = tree_unflatten(safe, structure)
-            new = tree_leaves(_in_order(self._step(safe_carry, is_masked=True), orders))
-            changes = [isinstance(x, Tensor) and x is not old for x, old in zip(new, safe, strict=True)]
-            after = [_where(live, *pair) for pair in zip(new, carry, strict=True)]
-            carry = [x if is_new else old for x, old, is_new in zip(after, carry, changes, strict=True)]
+            with DerivativesWhere(live, safe, anywhere=anywhere is True):
+                made = self._step(tree_unflatten(safe, structure), is_masked=True)
+            new = tree_leaves(_in_order(made, orders))
+            changed = [i for i, x in enumerate(new) if isinstance(x, Tensor) and x is not safe[i]]
+            for i in changed:
+                carry[i] = torch.where(live, new[i], carry[i])
             if step + 1 < self.max_steps:
                 live = live & self._flag(tree_unflatten(carry, structure))
-                fallback = [x.detach() if isinstance(x, Tensor) else x for x in safe]
-                after = [_where(live, *pair) for pair in zip(carry, fallback, strict=True)]
-                safe = [x if is_new else old for x, old, is_new in zip(after, safe, changes, strict=True)]
+                for i in changed:
+                    safe[i] = torch.where(live, carry[i], safe[i].detach())
         return self._owned(_in_order(tree_unflatten(carry, structure), orders), frozenset())
 
     def record(self, init: Any, looper: Looper) -> Any:
@@ -296,9 +294,8 @@ class _Loop:
                 continue
             instead = "weft.clone(...) of one of them, in init_val"
             if overlaps_itself(x):
-                raise ProgramError(
-                    self.call, f"leaf {name} of a carry in place has two elements at one address", instead
-                )
+                seen = f"leaf {name} of a carry in place, which has two elements at one address"
+                raise ProgramError(self.call, seen, instead)
             for other, y in leaves[:index]:
                 if storage_id(x) == storage_id(y) and overlap(x, y):
                     seen = f"leaves {other} and {name} of a carry in place, which share memory"

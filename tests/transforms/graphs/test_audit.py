@@ -51,7 +51,6 @@ READS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, i: x.clone().__setitem__([[i]], 9.0),
         (X, INDEX),
     ),
-    "a 0-d index": ("a tensor's value is read on the host", lambda x, i: x[i], (X, INDEX)),
     "a slice": ("a tensor's value is read on the host", lambda x, i: x[i:], (X, INDEX)),
     "tensordot": (
         "tensordot with a tensor of dims reads it on the host",

@@ -26,6 +26,7 @@ from weft.transforms.graphs.backends.host_reads import (
     Refusals,
     compiling_fault,
 )
+from weft.transforms.graphs.backends.indexing import Gathers
 from weft.transforms.graphs.backends.loops import Rehearsal, Steps, looping
 from weft.transforms.graphs.backends.operators import (
     COPY,
@@ -121,12 +122,14 @@ class Audit(OperatorWatch):
         generators = [x for x in inputs.leaves if isinstance(x, torch.Generator)]
         # None of these knows the audit, which holds the caller's tensors: it goes as soon as the capture is done.
         self.random = Randomness(refusals.refuse, on_device, generators)
-        self.steps = Steps(self.random, self._constants, refusals.refuse, on_device)
+        self._gathers = Gathers(refusals.refuse, self._constants)
+        self.steps = Steps(self.random, self._constants, self._gathers, refusals.refuse, on_device)
         self._host_reads = HostReads(
             refusals.refuse,
             lambda tensor: any(reference() is tensor for reference in arguments),
             functools.partial(_is_in, self.own),
             self._constants,
+            self._gathers,
             self.asked_for,
         )
 
@@ -146,6 +149,7 @@ class Audit(OperatorWatch):
         self._entered.__exit__(kind, error, trace)
         if error is None:
             self.random.end()
+            self._gathers.before_operator(frozenset())
             if self._failed and not self._refusals.made:
                 fault = f"it goes on after an error of an operator, which depends on data: {self._failed}"
                 self.refuse(fault, "choose by values (torch.where), or handle the error outside the function")
@@ -162,13 +166,16 @@ class Audit(OperatorWatch):
         self.called.add(func._schema.name)
         self.random.before_operator(func, kwargs.get("generator"))
         inputs = {storage_id(t): t for t in flat_tensors(args, kwargs)}
+        self._gathers.before_operator(inputs.keys())
         self._check(func, args, kwargs, inputs)
         if func is torch.ops.aten.lift_fresh.default:
             # A constant in the function's source: each replay must start from its value, even if it is changed later.
             func = torch.ops.aten.clone.default
         result, allocates = self._call(func, args, kwargs), False
         self.random.after_operator(func)
-        self._note_constants(func, args, kwargs, inputs, result)
+        in_place = {storage_id(x) for x in written(func, args, kwargs)}
+        self._note_constants(func, args, inputs, result, in_place)
+        self._gathers.after_operator({*map(storage_id, tensors_in(result))} - inputs.keys(), in_place)
         for storage, tensor in inputs.items():
             if storage not in self.own and storage not in self._named:
                 self._note_external(storage, tensor)
@@ -185,7 +192,7 @@ class Audit(OperatorWatch):
         return result
 
     def _note_constants(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[int, Tensor], result: Any
+        self, func: Any, args: tuple[Any, ...], inputs: Mapping[int, Tensor], result: Any, in_place: set[int]
     ) -> None:
         """Note which tensors on the CPU are the same at each call, because they come from Python numbers alone."""
         if func._schema.name == "aten::_pack_padded_sequence" and self._constants.contains_all([storage_id(args[1])]):
@@ -194,7 +201,6 @@ class Audit(OperatorWatch):
         are_constant = self._constants.contains_all(inputs) and not may_draw(func)
         are_constant = are_constant and func.overloadpacket not in ONLY_MEMORY
         made = {storage_id(x) for x in tensors_in(result) if x.is_cpu}
-        in_place = {storage_id(x) for x in written(func, args, kwargs) if x.is_cpu}
         self._constants.note(made.difference(inputs), in_place, are_constant=are_constant)
 
     def _note_external(self, storage: int, tensor: Tensor) -> None:
@@ -205,8 +211,10 @@ class Audit(OperatorWatch):
     def note_returned(self, returned: Sequence[weakref.ref[Tensor]]) -> None:
         """Note tensors from outside that the function returned, perhaps without an operator."""
         known = self.own | self._buffers | self.by_reference
-        for reference in returned:
-            if (tensor := reference()) is not None and (storage := storage_id(tensor)) not in known:
+        tensors = {storage_id(tensor): tensor for reference in returned if (tensor := reference()) is not None}
+        self._gathers.before_operator(tensors.keys())
+        for storage, tensor in tensors.items():
+            if storage not in known:
                 self.external.setdefault(storage, tensor)
 
     def restore_gradients(self) -> None:
@@ -269,7 +277,7 @@ class Audit(OperatorWatch):
     def _are_constants(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the function made these tensors on the CPU, and from nothing that a later call may change: such as
         the lengths of sequences, given as a list."""
-        return bool(tensors) and all([self._constants.read(storage_id(t)) for t in tensors])
+        return bool(tensors) and all(self._constants.read(storage_id(t)) for t in tensors)
 
     def _refuse_unaliased(self, tensor: Tensor) -> None:
         """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and not as the
@@ -328,6 +336,7 @@ class Audit(OperatorWatch):
         self.own.clear()
         self.own |= self.writable
         self._constants.clear()
+        self._gathers.clear()
         self._dependent = self._buffers | self.writable
         self.external, self._results, self.launches = {}, [], 0
         self._refusals.made, self._failed = [], ""

@@ -1,5 +1,5 @@
-"""`Constants`: the tensors on the CPU that are the same at each call, since a function makes them from Python numbers alone.
-The function may read them on the host: a replay would read the same.
+"""`Constants`: the tensors on the CPU that are the same at each call, since a function makes them from Python numbers
+alone. The function may read them on the host: a replay would read the same.
 """
 
 from collections.abc import Iterable

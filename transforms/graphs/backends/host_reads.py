@@ -15,6 +15,7 @@ from weft.errors import CaptureError
 from weft.torchapi.frames import READ_BY_PICKLE, in_pickle, off_fast_path
 from weft.torchapi.private import FunctionMode, innermost_storage_id, is_higher_order, uncompiled
 from weft.transforms.graphs.backends.constants import Constants
+from weft.transforms.graphs.backends.indexing import Gathers
 from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
@@ -47,6 +48,7 @@ class HostReads(FunctionMode):
         is_argument: whether a tensor is itself an argument, and not a view or result of one.
         is_own: whether a tensor was made inside the function.
         constants: the tensors that come from Python numbers alone, so that they are the same at each call.
+        gathers: performs indices by tensors.
         asked_for: collects the storages of tensors that are made without values.
     """
 
@@ -56,11 +58,13 @@ class HostReads(FunctionMode):
         is_argument: Callable[[Tensor], bool],
         is_own: Callable[[Tensor], bool],
         constants: Constants,
+        gathers: Gathers,
         asked_for: set[int],
     ) -> None:
         super().__init__()
         self.refuse = refuse
         self.is_argument, self.is_own, self.constants = is_argument, is_own, constants
+        self.gathers = gathers
         self.asked_for = asked_for
         self.calls_attention = False
 
@@ -79,6 +83,8 @@ class HostReads(FunctionMode):
                 fault = "the fast path of torch.nn's attention, which this capture cannot take"
                 instead = "torch.backends.mha.set_fastpath_enabled(False) before all calls"
                 raise self.refuse(fault, instead)
+        if func in _INDEXING and (index := self.gathers.index_of(*args[:2])) is not None:
+            return self.gathers.get(args[0], index) if len(args) == 2 else self.gathers.set(args[0], index, args[2])
         if func in _WITHOUT_OPERATOR:
             return _max_pool1d(func, args, kwargs)
         try:

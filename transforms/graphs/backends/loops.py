@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.backends.constants import Constants
+from weft.transforms.graphs.backends.indexing import Gathers
 from weft.transforms.graphs.backends.randomness import Randomness
 
 
@@ -53,6 +54,7 @@ class Steps:
     Args:
         random: watches the random generators.
         constants: the tensors whose values the function may read on the host.
+        gathers: the copies that stand for views.
         refuse: makes the error for a fault and its remedy.
         device: the GPU that replays the function, or None on the CPU.
     """
@@ -61,11 +63,13 @@ class Steps:
         self,
         random: Randomness,
         constants: Constants,
+        gathers: Gathers,
         refuse: Callable[[str, str], CaptureError],
         device: torch.device | None,
     ) -> None:
         self._random = random
         self._constants = constants
+        self._gathers = gathers
         self._refuse = refuse
         self._device = device
 
@@ -88,11 +92,13 @@ class Steps:
             fault = f"the carry of while_loop has a tensor {shape} on {elsewhere[0].device}, which a replay would not"
             raise self._refuse(f"{fault} change", f"make it with device={str(self._device)!r}")
         self._constants.begin_step(storage_id(x) for x in carry)
+        self._gathers.begin_step()
         try:
             with self._random.repeated():
                 yield
         finally:
             was_changed = self._constants.end_step()
+        self._gathers.end_step()
         if was_changed:
             fault = "a step of while_loop reads a tensor on the host, and changes it for the next step"
             raise self._refuse(fault, "a tensor in the carry, and tensor operations (torch.where) on it")

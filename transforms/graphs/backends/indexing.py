@@ -1,0 +1,183 @@
+"""Indices that are tensors without dimensions, such as a loop's counter: in a graph a gather on the device.
+
+Torch reads such an index on the host, and returns a view. A replay would read it no more, so a capture gathers the
+elements instead. That is a copy. Where a view would give something else, the capture is refused: `Gathers` sees to it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Set
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import CaptureError
+from weft.torchapi.private import innermost_storage_id
+from weft.transforms.graphs.backends.constants import Constants
+
+_MASKS = (torch.bool, torch.uint8)
+_WRITTEN = "a write to x[i], where i is a tensor: a graph has a copy of these elements, and not a view"
+_STALE = "a read of x[i], where i is a tensor, after a write to x: a graph has the elements from before"
+_CLONE = "x[i].clone() before the write; or x[i] once more after it"
+_Index = tuple[Any, ...]
+
+
+@attrs.define
+class _Step:
+    """A step of a loop.
+
+    Args:
+        before: the copies from before it.
+        read: those that it has read.
+    """
+
+    before: set[int]
+    read: set[int] = attrs.field(factory=set)
+
+
+class Gathers:
+    """The copies that stand for views by tensors, in one run.
+
+    Args:
+        refuse: makes the error for a fault and its remedy.
+        constants: the tensors that the host may read; an index by one is a view.
+    """
+
+    def __init__(self, refuse: Callable[[str, str], CaptureError], constants: Constants) -> None:
+        self._refuse = refuse
+        self._constants = constants
+        self._sources: dict[int, int | None] = {}
+        self._indices: dict[int, list[Any]] = {}  # without their tensors: a capture sees which of them are kept
+        self._stale = set[int]()
+        self._written: int | None = None
+        self._steps: list[_Step] = []
+
+    def clear(self) -> None:
+        """Forget all, before another run."""
+        self._sources.clear()
+        self._indices.clear()
+        self._stale.clear()
+        self._steps.clear()
+        self._written = None
+
+    def index_of(self, x: Any, index: Any) -> _Index | None:
+        """The parts of an index that is to be gathered; None for any other."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or not all(map(_is_known, parts)):
+            return None
+        scalars = [part for part in parts if _is_scalar(part)]
+        variable = [part for part in scalars if not self._constants.contains_all([innermost_storage_id(part)])]
+        return parts if variable and _num_dims(parts) <= x.dim() else None
+
+    def get(self, x: Tensor, index: _Index) -> Tensor:
+        """`x[index]`."""
+        source = innermost_storage_id(x)
+        parts = list(index)
+        for place, part in enumerate(parts):
+            if _is_scalar(part):
+                x = x[_along(x, parts, place)]
+                parts[place] = 0
+        result = x[tuple(parts)]
+        storage = innermost_storage_id(result)
+        self._sources[storage] = source
+        self._indices[storage] = [weakref.ref(part) if isinstance(part, Tensor) else part for part in index]
+        return result
+
+    def set(self, x: Tensor, index: _Index, value: Any) -> None:
+        """`x[index] = value`. As the end of `x[index] += 1` it writes back what was written to the copy."""
+        copy = innermost_storage_id(value) if isinstance(value, Tensor) else 0
+        writes_back = copy in self._sources and self._sources[copy] == innermost_storage_id(x)
+        writes_back = writes_back and _is_index(self._indices[copy], index)
+        if writes_back and self._written == copy:
+            self._written = None
+        _put(x, list(index), value)
+        if writes_back:
+            self._stale.discard(copy)
+
+    def before_operator(self, inputs: Set[int]) -> None:
+        """Raise CaptureError if an operator reads these storages where views would have other values."""
+        if self._written is not None:
+            raise self._refuse(_WRITTEN, "x[i] = value; or x[i].clone(), which is a copy anywhere")
+        copies = self._sources.keys() & inputs
+        if not self._stale.isdisjoint(copies):
+            raise self._refuse(_STALE, _CLONE)
+        for step in self._steps:
+            step.read |= copies & step.before
+
+    def begin_step(self) -> None:
+        """Begin a step of a loop, which a replay repeats."""
+        self._steps.append(_Step(set(self._sources)))
+
+    def end_step(self) -> None:
+        """End it; raise CaptureError if it has read a copy from before it and then made it stale: the next step would
+        read it once more."""
+        step = self._steps.pop()
+        if not self._stale.isdisjoint(step.read):
+            raise self._refuse(_STALE, _CLONE)
+
+    def after_operator(self, new: Set[int], written: Set[int]) -> None:
+        """Note the storages that an operator made, and those that it wrote in place."""
+        if not self._sources:
+            return
+        for storage in new & self._sources.keys():  # an earlier one with the same number is gone
+            del self._sources[storage], self._indices[storage]
+            self._stale.discard(storage)
+            for step in self._steps:
+                step.before.discard(storage)
+        for copy, source in self._sources.items():
+            if source in new:
+                self._sources[copy] = None
+            elif source in written:
+                self._stale.add(copy)
+        self._written = next(iter(written & self._sources.keys()), self._written)
+
+
+def _is_scalar(part: Any) -> bool:
+    if not isinstance(part, Tensor) or part.dim() or part.dtype in _MASKS:
+        return False
+    return not part.is_floating_point() and not part.is_complex()
+
+
+def _is_known(part: Any) -> bool:
+    """Whether a part of an index says by itself how many dimensions it stands for."""
+    return part is None or part is ... or isinstance(part, int | slice | Tensor)
+
+
+def _dims_of(part: Any) -> int:
+    """The number of dimensions that a part of an index, but for `...`, stands for."""
+    if part is None or part is ... or isinstance(part, bool):
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype in _MASKS else 1
+
+
+def _num_dims(parts: Iterable[Any]) -> int:
+    return sum(map(_dims_of, parts))
+
+
+def _along(x: Tensor, parts: list[Any], place: int) -> _Index:
+    """The index that gathers along the dimension of one part, and keeps it, with one element."""
+    if any(part is ... for part in parts[:place]):
+        dim = x.dim() - _num_dims(parts[place:])
+    else:
+        dim = _num_dims(parts[:place])
+    return (*[slice(None)] * dim, parts[place][None])
+
+
+def _put(x: Tensor, parts: list[Any], value: Any) -> None:
+    place = next((place for place, part in enumerate(parts) if _is_scalar(part)), None)
+    if place is None:
+        x[tuple(parts)] = value
+        return
+    along = _along(x, parts, place)
+    block = x[along]
+    _put(block, [*parts[:place], 0, *parts[place + 1 :]], value)
+    x[along] = block
+
+
+def _is_index(noted: list[Any], index: _Index) -> bool:
+    """Whether an index has the tensors of an earlier one, which is noted by weak references, and equal other parts."""
+    if len(noted) != len(index):
+        return False
+    pairs = zip(noted, index, strict=True)
+    return all(a() is b if isinstance(a, weakref.ref) else not isinstance(b, Tensor) and a == b for a, b in pairs)

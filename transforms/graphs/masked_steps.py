@@ -1,0 +1,107 @@
+"""What a step of `while_loop` needs that may run after the last one: a carry on which the body can run, and derivatives
+that are 0.
+
+The result of such a step is dropped by `torch.where`, whose derivative is 0 times that of the step: nan, where that is
+infinite or nan.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.torchapi.private import FunctionMode, in_vmap, is_batched, is_differentiated
+from weft.trees import tree_map
+
+
+class _OfOtherRows(torch.autograd.Function):
+    """`vmap`'s rows of a tensor, with those of one row on which a condition holds in place of those on which it does
+    not. It is called on values that have no derivative."""
+
+    @staticmethod
+    def forward(live: Tensor, x: Tensor) -> Tensor:
+        if not live.dim():
+            return x.clone()
+        rows = x.flatten(0, live.dim() - 1)
+        first = live.flatten().to(torch.int64).argmax()[None]
+        mask = live.reshape(live.shape + (1,) * (x.dim() - live.dim()))
+        return torch.where(mask, x, rows[first])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, live: Tensor, x: Tensor) -> Any:
+        sizes = (info.batch_size, *[-1] * live.dim()), (info.batch_size, *[-1] * x.dim())
+        pairs = zip((live, x), in_dims, sizes, strict=True)
+        rows = [y.expand(size) if dim is None else y.movedim(dim, 0) for y, dim, size in pairs]
+        return _OfOtherRows.apply(*rows), 0
+
+
+def safe_start(live: Tensor, x: Any) -> Any:
+    """A leaf of the first carry: in rows whose loop does not begin, that of a row whose loop does."""
+    if not isinstance(x, Tensor):
+        return x
+    other = _OfOtherRows.apply(live, x.detach()) if in_vmap() else x.detach()
+    return torch.where(live, x, other)
+
+
+class DerivativesWhere(FunctionMode):
+    """The derivatives of a step by what its body closes over are 0 where a flag does not hold.
+
+    Args:
+        live: the flag, of each row.
+        carry: the leaves of the carry, whose derivatives the loop sees to.
+        anywhere: whether `live` holds in some row. Then a row where it does not has the carry of one where it does, and
+            what is the same in all rows has derivatives there that are finite.
+    """
+
+    def __init__(self, live: Tensor, carry: Sequence[Any], *, anywhere: bool) -> None:
+        super().__init__()
+        self._live = live
+        self._anywhere = anywhere
+        self._inside = {id(x): weakref.ref(x) for x in carry if isinstance(x, Tensor)}
+        self._limited: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute, such as `x.T`
+            result = func(*args)
+            return result if self._is_inside(args[0]) else tree_map(self._limit, result)
+        if not (_writes(name) or "out" in kwargs):
+            args, kwargs = tree_map(self._limit, (args, kwargs))
+        result = func(*args, **kwargs)
+        tree_map(self._note, result)
+        return result
+
+    def _is_inside(self, x: Any) -> bool:
+        noted = self._inside.get(id(x))
+        return noted is not None and noted() is x
+
+    def _note(self, x: Any) -> None:
+        if isinstance(x, Tensor):
+            self._inside[id(x)] = weakref.ref(x)
+
+    def _limit(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or self._is_inside(x) or not is_differentiated(x):
+            return x
+        if self._anywhere and not is_batched(x):
+            return x
+        if id(x) not in self._limited:
+            limited = torch.where(self._live, x, x.detach())
+            self._note(limited)
+            self._limited[id(x)] = x, limited
+        return self._limited[id(x)][1]
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of torch of this name writes its first argument: what it closes over, a body must not."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
