@@ -325,6 +325,13 @@ def function_modes() -> tuple[Any, ...]:
     return tuple(str(mode.device) if isinstance(mode, DeviceContext) else mode for mode in modes)
 
 
+def default_device() -> torch.device | None:
+    """The device of the innermost `torch.device` context, or of `torch.set_default_device`; None if there is none."""
+    modes = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
+    devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+    return devices[-1] if devices else None
+
+
 def switches() -> tuple[tuple[str, Any], ...]:
     """The settings that a result depends on besides its arguments, by name: autograd's mode, autocast, defaults, and
     the switches by which torch chooses its kernels. `global_state_check` detects a change of any but

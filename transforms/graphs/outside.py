@@ -54,6 +54,11 @@ class Outside:
         self.holds = self._comparison()
         """Returns whether all is as it was at the capture; None: there is nothing to compare."""
 
+    @property
+    def named(self) -> tuple[Any, ...]:
+        """What the names stood for at the capture."""
+        return (*self._values, *self._contents)
+
     def _comparison(self) -> Callable[[], bool] | None:
         """A function that returns whether all is as it was at the capture; None if there is nothing to compare."""
         parts = [

@@ -41,7 +41,7 @@ class _Rank:
 
     def _run(self, node: Node) -> Any:
         if node.op == "get_attr":
-            return getattr(self.trace.graph, str(node.target))
+            return self.trace.outside[str(node.target)]
         args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
         target: Any = node.target
         return target(*args, **kwargs)
@@ -90,4 +90,4 @@ def _results(own: _Rank, given: Sequence[Tensor]) -> list[Any]:
 
 
 def _inputs(one: Trace) -> Iterator[Node]:
-    return iter(one.graph.graph.find_nodes(op="placeholder"))
+    return iter(one.graph.find_nodes(op="placeholder"))

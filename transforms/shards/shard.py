@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from weft.arguments.checks import kind_of, names_arguments
 from weft.donation import refuse_donated
@@ -28,12 +27,19 @@ from weft.meshes.placements import (
 )
 from weft.meshes.replicas import ranks_in_words, unequal_replicas
 from weft.settings import is_batch_invariant
-from weft.torchapi.private import in_functorch_transform, switches
-from weft.transforms.graphs.outside import Outside
+from weft.torchapi.private import (
+    WithoutAutocast,
+    default_device,
+    in_functorch_transform,
+    switches,
+    uncompiled,
+)
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
+from weft.transforms.shards.results import PlacedResult, place_results
+from weft.transforms.shards.surroundings import ClosedOver
 from weft.transforms.shards.tracing import Trace, trace
-from weft.trees import leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from weft.value_keys import value_key
 
 _MAX_TRACES = 1024
@@ -82,15 +88,16 @@ class Traces:
     Args:
         by_rank: the traces.
         order: of their effects.
-        outside: what they read that is not an argument.
-        alike: the leaves of the result of which ranks should have the same, by index, with the placement on each axis;
-            None: not yet known.
+        closed_over: what they read that is not an argument.
+        results: the leaves of the result that are placed.
+        was_compared: whether an earlier call compared all replicas.
     """
 
     by_rank: tuple[Trace, ...]
     order: tuple[Step, ...]
-    outside: Outside
-    alike: dict[int, Sequence[Placement]] | None = None
+    closed_over: ClosedOver
+    results: tuple[PlacedResult, ...]
+    was_compared: bool = False
 
 
 class Sharded:
@@ -112,10 +119,12 @@ class Sharded:
         self._call = call
         self._traces: dict[Any, Traces] = {}
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._parts(self._positional(args, kwargs))
         traces = self._trace(given)
-        made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call))
+        with WithoutAutocast():  # the traces have its conversions
+            made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call))
         whole = self._join(traces.by_rank, made, given)
         self._compare(traces, made)
         return whole
@@ -183,16 +192,28 @@ class Sharded:
             torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in every)
         )
         structures = tuple(structure for _, structure in flat)
-        key = structures, tuple(map(_leaf_key, every)), grads, is_batch_invariant(), switches()
+        device = default_device()
+        key = structures, tuple(map(_leaf_key, every)), grads, is_batch_invariant(), device, switches()
         found = self._traces.get(key)
-        if found is None or found.outside.has_changed():
+        if found is None or found.closed_over.has_changed():
+            found = self._make_traces(flat, grads)
             if len(self._traces) >= _MAX_TRACES:
                 self._traces.clear()
-            made = tuple(trace(self._fn, self._name, self.mesh, rank, *own, grads) for rank, own in enumerate(flat))
-            order = tuple(interleave([one.program(self.mesh.num_ranks) for one in made]))
-            outside = Outside(self._fn, [x for one in made for x in one.closed_over()], thorough=True)
-            found = self._traces[key] = Traces(made, order, outside)
+            if found.closed_over.is_lasting:
+                self._traces[key] = found
+            else:
+                self._traces.pop(key, None)
         return found
+
+    def _make_traces(self, flat: Sequence[tuple[Any, TreeSpec]], grads: bool) -> Traces:
+        """Trace the function on all ranks."""
+        by_rank = tuple(trace(self._fn, self._name, self.mesh, rank, *own, grads) for rank, own in enumerate(flat))
+        closed_over = [x for one in by_rank for x in one.closed_over]
+        if not grads and torch.is_grad_enabled() and any(x.requires_grad for x in closed_over):
+            return self._make_traces(flat, grads=True)
+        order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
+        results = place_results(by_rank, self.mesh, self.out_placements, self._call)
+        return Traces(by_rank, order, ClosedOver(self._fn, closed_over), tuple(results))
 
     def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
         """The whole result. A result that is the ranks' parts of an argument, written in place or not, is the
@@ -219,11 +240,7 @@ class Sharded:
                 return first[0]
             return whole_of(leaves, axes, self.mesh)
 
-        try:
-            return tree_map(whole, *parts)
-        except ValueError as error:
-            seen = f"results of other structures on other ranks: {str(error).splitlines()[0]:.200}"
-            raise MeshError(self._call, seen, "the same structure on every rank") from error
+        return tree_map(whole, *parts)
 
     def _compare(self, traces: Traces, made: Sequence[Sequence[Any]]) -> None:
         """Raise MeshError where ranks differ in what `out_placements` says that they have alike.
@@ -231,40 +248,23 @@ class Sharded:
         The first call with a signature compares all of it. Later ones skip what is on a GPU, for which the host would
         wait, and arguments, written in place or not, as they may be large and change little.
         """
-        first = traces.by_rank[0]
-        alike = self._alike(first) if traces.alike is None else traces.alike
-        for index, axes in alike.items():
-            leaves = [own[index] for own in made]
-            if found := next(unequal_replicas(leaves, axes, self.mesh), None):
+        for result in traces.results:
+            leaves = result.of(made)
+            if traces.was_compared and (result.is_argument or not isinstance(leaves[0], Tensor) or leaves[0].is_cuda):
+                continue
+            if found := next(unequal_replicas(leaves, result.axes, self.mesh), None):
                 axis, ranks = found
-                name = leaves_with_names(tree_unflatten(list(made[0]), first.structure))[index][0]
-                seen = f"result{name} is Replicate() along {axis!r}, and {ranks_in_words(ranks)} have different values"
+                seen = f"{result.name} is Replicate() along {axis!r}, and {ranks_in_words(ranks)} have different values"
                 instead = f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial() or Shard(dim)"
                 if not isinstance(leaves[0], Tensor):
-                    seen = f"result{name} is no tensor, and {ranks_in_words(ranks)} have different values"
+                    seen = f"{result.name} is no tensor, and {ranks_in_words(ranks)} have different values"
                     instead = "a value that is the same on all ranks; or PerRank() as its placement"
                 raise MeshError(self._call, seen, instead)
-        if traces.alike is None:
-            traces.alike = {
-                index: axes
-                for index, axes in alike.items()
-                if index not in first.arguments and isinstance(x := made[0][index], Tensor) and x.device.type == "cpu"
-            }
+        traces.was_compared = True
 
-    def _alike(self, first: Trace) -> dict[int, Sequence[Placement]]:
-        """The leaves of the result of which ranks should have the same; of one that is no tensor, all ranks."""
-        tree = tree_unflatten(list(first.leaves), first.structure)
-        placed, below, _ = match_placements(self.out_placements, tree, self._call, "out_placements")
-        found, call = dict[int, Sequence[Placement]](), f"{self._call}: out_placements"
-        leaves = ((one, leaf) for one, own in zip(placed, below, strict=True) for leaf in tree_leaves(own))
-        for index, (placement, leaf) in enumerate(leaves):
-            if isinstance(placement, PerRank):
-                continue
-            is_tensor = isinstance(leaf, Node)
-            axes = on_axes(placement if is_tensor else Replicate(), self.mesh, call)
-            if Replicate() in axes:
-                found[index] = axes
-        return found
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the traces: a copy makes its own."""
+        return {**vars(self), "_traces": {}}
 
     def __repr__(self) -> str:
         return f"<Sharded {self._name} on {self.mesh}>"

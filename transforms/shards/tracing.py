@@ -1,23 +1,44 @@
 """Traces of a function on each rank of a mesh: its operators, cut at the collectives, as a program of effects."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, Node
 
 from weft.effects import Effect, Program, Run
 from weft.errors import CaptureError, DerivativeError
 from weft.meshes.collectives import Collective, with_schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, effect_of, placed
-from weft.torchapi.private import VIEWS, DispatchMode, FunctionMode, schema_of, seen_as, storage_id, without_modes
+from weft.torchapi.faking import (
+    called_by_dispatcher,
+    fake_tensors,
+    is_fake,
+    is_fake_of,
+    reads_values,
+    without_saved_tensors_hooks,
+)
+from weft.torchapi.private import (
+    VIEWS,
+    DispatchMode,
+    FunctionMode,
+    default_device,
+    innermost,
+    is_differentiated,
+    is_functorch_wrapped_tensor,
+    schema_of,
+    seen_as,
+    storage_id,
+    without_modes,
+)
 from weft.transforms.graphs.backends.loops import looping
-from weft.trees import TreeSpec, tree_flatten, tree_unflatten
+from weft.transforms.graphs.calls.key import check_tensors
+from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 @attrs.frozen(eq=False)
@@ -27,6 +48,8 @@ class Trace:
     Args:
         rank: the rank.
         graph: the operators.
+        outside: the tensors that it reads which are no arguments, by the name that its graph has for each.
+        closed_over: those of them that the function did not make.
         parts: the operators between two collectives, in order.
         collectives: the collective after each part but the last, with its node.
         structure: of the result.
@@ -38,7 +61,9 @@ class Trace:
     """
 
     rank: int
-    graph: GraphModule
+    graph: Graph
+    outside: dict[str, Tensor]
+    closed_over: tuple[Tensor, ...]
     parts: tuple[tuple[Node, ...], ...]
     collectives: tuple[tuple[Node, Collective], ...]
     structure: TreeSpec
@@ -46,11 +71,6 @@ class Trace:
     last_uses: dict[Node, list[Node]]
     arguments: dict[int, int]
     written: frozenset[int]
-
-    def closed_over(self) -> list[Tensor]:
-        """The tensors that it reads which are no arguments."""
-        read = {str(node.target) for node in self.graph.graph.find_nodes(op="get_attr")}
-        return [x for name in sorted(read) if isinstance(x := getattr(self.graph, name), Tensor)]
 
     def effects(self) -> Iterator[Effect]:
         """The effects of the rank: a run of each part, and the collectives."""
@@ -69,6 +89,9 @@ def trace(
 ) -> Trace:
     """Trace a function on fake tensors, as one rank runs it.
 
+    The trace is the same in whatever surroundings the call is made: captures, transforms, modes, hooks on saved tensors
+    and autocast are those of the replay. Only the default device is kept, since it decides what the function makes.
+
     Args:
         fn, name: the function.
         mesh, rank: where it runs.
@@ -81,51 +104,187 @@ def trace(
         DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value; or it
             registers a hook on a tensor, which would not be part of the trace.
     """
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    returned: list[tuple[list[Any], TreeSpec]] = []
-    cuts = _Cuts()
-
-    def run(*tensors: Tensor) -> list[Tensor]:
-        own = list(leaves)
-        for index, tensor in zip(places, tensors, strict=True):
-            own[index] = tensor.requires_grad_() if grads and tensor.is_floating_point() else tensor
-        watched = cuts if grads else contextlib.nullcontext()
-        with placed(Place(mesh, rank, differentiated=grads)), watched, _RefusingHooks(name):
-            out = fn(*tree_unflatten(own, structure))
-        returned.append(tree_flatten(out))
-        return [leaf for leaf in returned[-1][0] if isinstance(leaf, Tensor)]
-
-    with without_modes(), looping(None), torch.set_grad_enabled(grads):
-        examples = [_example(leaves[index]) for index in places]
+    recorder = Recorder(name, grads)
+    device = default_device()
+    with contextlib.ExitStack() as surroundings:
+        for context in (without_modes(), without_saved_tensors_hooks(), looping(None), torch.set_grad_enabled(grads)):
+            surroundings.enter_context(context)
+        surroundings.enter_context(placed(Place(mesh, rank, differentiated=grads)))
+        arguments = [recorder.argument(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for inner in (recorder.fake, recorder, _Calls(recorder), device or contextlib.nullcontext()):
+            surroundings.enter_context(inner)
         try:
-            graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
-        except (torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode, RuntimeError) as error:
-            if "fake" not in f"{type(error).__name__} {error}".lower() and "DataDependent" not in type(error).__name__:
+            result, result_structure = tree_flatten(fn(*tree_unflatten(arguments, structure)))
+        except RuntimeError as error:
+            if not reads_values(error):
                 raise
             seen = f"rank {rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"
-            raise CaptureError(f"weft.shard({name}, ...)", seen, "torch.where, or a Python argument") from error
-    if cuts.first is not None:
-        seen = f"{cuts.first} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
-        raise DerivativeError(f"weft.shard({name}, ...)", seen, "value.detach(); or the whole call in torch.no_grad()")
-    if (node := next(filter(_draws, graph.graph.nodes), None)) is not None:
+            raise CaptureError(recorder.call, seen, "torch.where, or a Python argument") from error
+        made = tuple(recorder.node_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result)
+    if recorder.cut is not None:
+        seen = f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
+        raise DerivativeError(recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()")
+    graph = recorder.graph
+    if (node := next(filter(_draws, graph.nodes), None)) is not None:
         seen = f"{node.target}, whose random numbers would be others on each number of ranks"
-        raise CaptureError(
-            f"weft.shard({name}, ...)", seen, "an argument that is drawn outside, placed as what it meets"
-        )
-    outputs, out_structure = returned[-1]
-    nodes = iter(next(iter(graph.graph.find_nodes(op="output"))).args[0])
-    made = tuple(next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
-    inputs = {node: index for index, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+        raise CaptureError(recorder.call, seen, "an argument that is drawn outside, placed as what it meets")
+    inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
-    arguments = {place: index for place, index in origins if index is not None}
+    returned = {place: index for place, index in origins if index is not None}
     storages = _written(graph)
     _allow_other_strides(graph, storages)
     written = frozenset(index for node, index in inputs.items() if _storage(node) in storages)
-    closed_over = (node for node in graph.graph.find_nodes(op="get_attr") if isinstance(node.meta.get("val"), Tensor))
+    closed_over = (node for node in graph.find_nodes(op="get_attr") if node.target in recorder.closed_over)
     if (node := next((node for node in closed_over if _storage(node) in storages), None)) is not None:
         seen = f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank writes in place"
-        raise CaptureError(f"weft.shard({name}, ...)", seen, "an argument, whose new value the function returns")
-    return Trace(rank, graph, *_cut(graph), out_structure, made, _last_uses(graph), arguments, written)
+        raise CaptureError(recorder.call, seen, "an argument, whose new value the function returns")
+    parts, collectives = _cut(graph)
+    return Trace(
+        rank=rank,
+        graph=graph,
+        outside=recorder.outside,
+        closed_over=tuple(recorder.outside[target] for target in sorted(recorder.closed_over)),
+        parts=parts,
+        collectives=collectives,
+        structure=result_structure,
+        leaves=made,
+        last_uses=_last_uses(graph, made),
+        arguments=returned,
+        written=written,
+    )
+
+
+class Recorder(DispatchMode):
+    """Records the operators that a function calls on fake tensors.
+
+    A tensor that is no argument, and that the trace did not make, is closed over. It is read anew in each run, as the
+    object that the function named: so its derivatives, and the transforms that wrap it, are those of the run.
+
+    Args:
+        name: of the function.
+        grads: whether the trace will be differentiated.
+    """
+
+    def __init__(self, name: str, grads: bool) -> None:
+        super().__init__()
+        self.call = f"weft.shard({name}, ...)"
+        self.grads = grads
+        self.graph = Graph()
+        self.fake = fake_tensors()
+        self.outside = dict[str, Tensor]()
+        self.closed_over = set[str]()
+        self.cut: str | None = None
+        """The first operator where autograd would not follow a value, as the trace's operators would."""
+        self._nodes = dict[int, tuple[Tensor, Node]]()
+        self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
+
+    def argument(self, like: Tensor) -> Tensor:
+        """A fake tensor for an argument."""
+        return self._stand_in(like, self.graph.placeholder(f"argument_{len(self._nodes)}"), self.grads)
+
+    def inside(self, tensor: Tensor) -> Tensor:
+        """The tensor in the trace: itself if the trace made it, or a fake one for one that is closed over."""
+        if is_fake_of(tensor, self.fake):
+            return tensor
+        if id(tensor) not in self._stand_ins:
+            check_tensors([tensor] * (not is_fake(tensor)), self.call, lambda: ["a tensor that it closes over"])
+            node = self._read(tensor)
+            self.closed_over.add(str(node.target))
+            fake = self._stand_in(tensor, node, self.grads and may_be_differentiated(tensor))
+            self._stand_ins[id(tensor)] = (tensor, fake)
+        return self._stand_ins[id(tensor)][1]
+
+    def node_of(self, tensor: Tensor) -> Node:
+        """The node that made a tensor."""
+        fake = innermost(self.inside(tensor))
+        if id(fake) not in self._nodes:
+            self._find_copy(fake)
+        return self._nodes[id(fake)][1]
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Add a call of an operator, and what it returned."""
+        args, kwargs = tree_map(self._argument_of_node, (args, kwargs))
+        node = self.graph.call_function(func, args, kwargs)
+        if isinstance(result, Tensor):
+            self._note(result, node)
+            return
+        for index, part in enumerate(result or ()):
+            if isinstance(part, Tensor):
+                self._note(part, self.graph.call_function(operator.getitem, (node, index)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default and not is_fake_of(args[0], self.fake):
+            constant = func(*args)
+            self.record(torch.ops.aten.lift_fresh_copy.default, (self._read(args[0]),), {}, constant)
+            return constant
+        args, kwargs = tree_map(lambda x: self.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        if effect_of(func, args) is not None:
+            # The fake tensor of a constant has its value, and that of the sum over all ranks would be computed from it.
+            result = func(_blank(args[0]), *args[1:], **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if func is torch.ops.aten.detach.default and not called_by_dispatcher():
+            self._note(result, self.node_of(args[0]))
+        elif _is_part_of_a_trace(func, result):
+            self._look_for_a_cut(func, (args, kwargs), result)
+            self.record(func, args, kwargs, result)
+        return result
+
+    def _look_for_a_cut(self, func: Any, given: Any, result: Any) -> None:
+        if not self.grads or self.cut is not None or torch.is_grad_enabled():
+            return
+        if func.namespace == "weft" or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return
+        made = any(isinstance(x, Tensor) and has_derivatives(x) for x in tree_leaves(result))
+        if made and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(given)):
+            self.cut = str(func)
+
+    def _read(self, tensor: Tensor) -> Node:
+        """A node for a tensor that is read from outside the trace."""
+        target = f"outside_{len(self.outside):06}"
+        self.outside[target] = tensor
+        return self.graph.get_attr(target)
+
+    def _stand_in(self, like: Tensor, node: Node, follows: bool) -> Tensor:
+        """A fake tensor of the same shape, strides, dtype, device, and conjugate and negative bit."""
+        with without_modes(), torch.inference_mode(False), self.fake:
+            fake = _blank(like)
+            self._note(fake, node)
+            return fake.requires_grad_() if follows and has_derivatives(fake) else fake
+
+    def _note(self, made: Tensor, node: Node) -> None:
+        """Remember which node made a tensor. Its metadata are kept as they are now: an operator may change them."""
+        self._nodes[id(made)] = (made, node)
+        with without_modes(), self.fake:
+            node.meta["val"] = made.detach()
+
+    def _find_copy(self, fake: Tensor) -> None:
+        """Find the node of a copy that torch made without an operator: the last tensor with the same memory."""
+        for made, node in reversed(self._nodes.values()):
+            if storage_id(made) == storage_id(fake) and layout_of(made) == layout_of(fake):
+                self._nodes[id(fake)] = (fake, node)
+                return
+        seen = f"a tensor {list(fake.shape)} that no operator made"
+        raise CaptureError(self.call, seen, "an operator of torch, or an argument")
+
+    def _argument_of_node(self, value: Any) -> Any:
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            seen = f"{value}, a size that depends on the values of a tensor"
+            raise CaptureError(self.call, seen, "torch.where, or a Python argument")
+        return self.node_of(value) if isinstance(value, Tensor) else value
+
+
+def _blank(like: Tensor) -> Tensor:
+    """A tensor of the same shape, strides, dtype, device, and conjugate and negative bit."""
+    return seen_as(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device), like)
+
+
+def _is_part_of_a_trace(func: Any, result: Any) -> bool:
+    """Whether an operator makes or writes a tensor. Others answer questions about one: its device, its size."""
+    makes = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+    schema = schema_of(func)
+    return makes or schema is None or schema.is_mutable or not schema.returns
 
 
 def _draws(node: Node) -> bool:
@@ -141,54 +300,46 @@ def _draws(node: Node) -> bool:
     return bool(chance != 0.0)
 
 
-class _Cuts(DispatchMode):
-    """The first operator in a trace where autograd would not follow a value, as the trace's operators would."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.first is None and not torch.is_grad_enabled() and func.namespace != "weft" and func not in _DETACHED:
-            made = any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_flatten(out)[0])
-            given = tree_flatten((args, kwargs))[0]
-            if made and any(isinstance(x, Tensor) and x.requires_grad for x in given):
-                self.first = str(func)
-        return out
-
-
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_OF_THE_OBJECT = (Tensor.grad.__get__, Tensor.requires_grad.__get__, Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
+"""Attributes that a stand-in does not have as the tensor that is closed over has them."""
+_LOST = {Tensor.data.__set__: "data", Tensor.grad.__set__: "grad"}  # type: ignore[attr-defined]
+"""Writes of attributes, which no operator makes."""
 
 
-class _RefusingHooks(FunctionMode):
-    """Refuses hooks on tensors."""
+class _Calls(FunctionMode):
+    """Sees the functions of torch as they are called, above autograd and torch.func: gives them what stands for tensors
+    that are closed over, records what reaches no operator, and refuses hooks."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.name = name
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _HOOKS:
             seen = f"{func.__name__} on a tensor {list(args[0].shape)} inside it, which its trace would lose"
             instead = "the hook outside, on an argument or on a result"
-            raise DerivativeError(f"weft.shard({self.name}, ...)", seen, instead)
-        return func(*args, **(kwargs or {}))
+            raise DerivativeError(self.recorder.call, seen, instead)
+        if func in _LOST:
+            seen = f"x.{_LOST[func]} = ... on a tensor {list(args[0].shape)}, which its trace would lose"
+            raise CaptureError(self.recorder.call, seen, "x.copy_(...) on an argument; or a new tensor that it returns")
+        if func in _OF_THE_OBJECT:
+            return func(*args)
+        args, kwargs = tree_map(lambda x: self.recorder.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        if func is Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        result = func(*args, **kwargs)
+        if func in (Tensor.detach_, torch.detach_):
+            self.recorder.record(torch.ops.aten.detach_.default, args, {}, innermost(result))
+        return result
 
 
-_DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-
-
-def _example(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, strides, dtype, device, and conjugate and negative bit."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return seen_as(made, tensor)
-
-
-def _cut(graph: GraphModule) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, Collective], ...]]:
+def _cut(graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, Collective], ...]]:
+    """The operators between two collectives, and the collectives."""
     parts, collectives = [list[Node]()], list[tuple[Node, Collective]]()
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output"):
+    for node in graph.nodes:
+        if node.op == "placeholder":
             continue
         effect = effect_of(node.target, node.args) if node.op == "call_function" else None
         if effect is None:
@@ -199,11 +350,20 @@ def _cut(graph: GraphModule) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[
     return tuple(map(tuple, parts)), tuple(collectives)
 
 
+_DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+"""Operators after which a value has no gradient. What they return is not the argument."""
+
+
 def _origin(node: Node) -> Node:
     """The node that first made a tensor: not an operator that wrote it in place, or that returned all of it as it
     is."""
     schema = schema_of(node.target)
-    if schema is None or len(schema.returns) != 1 or (alias := schema.returns[0].alias_info) is None:
+    if (
+        node.target in _DETACHED
+        or schema is None
+        or len(schema.returns) != 1
+        or (alias := schema.returns[0].alias_info) is None
+    ):
         return node
     given = [arg for arg, own in zip(node.args, schema.arguments, strict=False) if own.alias_info is not None]
     if len(given) != 1 or not isinstance(given[0], Node):
@@ -214,18 +374,32 @@ def _origin(node: Node) -> Node:
 
 
 def _layout(node: Node) -> tuple[Any, ...]:
-    value = node.meta["val"]
+    return layout_of(node.meta["val"])
+
+
+def layout_of(value: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in its memory, and how its elements are read."""
     return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg()
+
+
+def may_be_differentiated(tensor: Tensor) -> bool:
+    """Whether autograd, or a transform of torch.func, may track operations on a tensor of the caller."""
+    return tensor.requires_grad or is_functorch_wrapped_tensor(tensor) or is_differentiated(tensor)
+
+
+def has_derivatives(tensor: Tensor) -> bool:
+    """Whether a tensor's dtype is one that autograd follows."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _storage(node: Node) -> int:
     return storage_id(node.meta["val"])
 
 
-def _written(graph: GraphModule) -> set[int]:
+def _written(graph: Graph) -> set[int]:
     """The storages that an operator writes in place."""
     found = set[int]()
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         arguments = () if (schema := schema_of(node.target)) is None else schema.arguments
         given = {own.name: arg for own, arg in zip(arguments, node.args, strict=False)} | node.kwargs
         for own in arguments:
@@ -234,18 +408,18 @@ def _written(graph: GraphModule) -> set[int]:
     return found
 
 
-def _allow_other_strides(graph: GraphModule, written: set[int]) -> None:
+def _allow_other_strides(graph: Graph, written: set[int]) -> None:
     """Turn views into `reshape`, where nothing writes to them: under `vmap` the tensors may have strides that allow no
     view. On the strides of the trace `reshape` makes the same view."""
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         if node.target in VIEWS and _storage(node) not in written:
             node.target = torch.ops.aten.reshape.default
 
 
-def _last_uses(graph: GraphModule) -> dict[Node, list[Node]]:
-    """For each node, the values that no later one uses."""
-    found, seen = dict[Node, list[Node]](), set[Node]()
-    for node in reversed(graph.graph.nodes):
+def _last_uses(graph: Graph, results: Sequence[Any]) -> dict[Node, list[Node]]:
+    """For each node, the values that no later one uses, and that are no result."""
+    found, seen = dict[Node, list[Node]](), {leaf for leaf in results if isinstance(leaf, Node)}
+    for node in reversed(graph.nodes):
         for used in node.all_input_nodes:
             if used not in seen:
                 seen.add(used)

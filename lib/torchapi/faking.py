@@ -1,0 +1,58 @@
+"""Fake tensors: shapes without values, on which a function is traced."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from weft.torchapi.private import innermost
+
+_SNAPSHOT_KEY = torch._C.DispatchKey.PythonTLSSnapshot
+
+
+def fake_tensors() -> FakeTensorMode:
+    """A context in which operators make fake tensors. It takes real ones as well."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
+    """Whether a tensor, or the one inside the wrappers of torch.func's transforms, was made in this context."""
+    inner = innermost(tensor)
+    return isinstance(inner, FakeTensor) and inner.fake_mode is mode
+
+
+def reads_values(error: BaseException) -> bool:
+    """Whether an error says that a fake tensor has no values."""
+    text = f"{type(error).__name__} {error}".lower()
+    return any(word in text for word in ("fake", "datadependent", "data-dependent", "dynamicoutputshape"))
+
+
+def called_by_dispatcher() -> bool:
+    """Whether a dispatch mode was called for an operator that a function called. Autograd calls `detach` by itself for
+    each tensor that it saves; that call bypasses the dispatcher, which otherwise excludes the keys above the mode's."""
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(_SNAPSHOT_KEY)
+    return excluded
+
+
+@contextlib.contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """A context in which no hooks of `torch.autograd.graph.saved_tensors_hooks` are active."""
+    stack: Any = torch._C._autograd
+    popped = []
+    while (pair := stack._top_saved_tensors_default_hooks(True)) is not None:
+        popped.append(pair)
+        stack._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(popped):
+            stack._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,0 +1,111 @@
+"""What a sharded function returns, by its traces: where each leaf is placed, and whether the ranks' parts fit."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.fx import Node
+
+from weft.arguments.checks import kind_of
+from weft.errors import MeshError
+from weft.meshes.distribute import match_placements
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import PerRank, Placement, Replicate, Shard, on_axes
+from weft.meshes.replicas import ranks_in_words
+from weft.transforms.shards.tracing import Trace
+from weft.trees import leaves_with_names, tree_flatten, tree_unflatten
+
+
+@attrs.frozen(eq=False)
+class PlacedResult:
+    """A leaf of the result that is placed on the mesh, and not `PerRank()`.
+
+    Args:
+        name: of the leaf, as errors have it.
+        indices: the index of the leaf among those of each rank.
+        axes: the placement on each axis. A leaf that is no tensor is the same on all ranks.
+        is_argument: whether it is an argument on each rank, written in place or not.
+    """
+
+    name: str
+    indices: tuple[int, ...]
+    axes: tuple[Placement, ...]
+    is_argument: bool
+
+    def of(self, made: Sequence[Sequence[Any]]) -> list[Any]:
+        """The leaf of each rank, among the leaves of all."""
+        return [leaves[index] for leaves, index in zip(made, self.indices, strict=True)]
+
+
+@attrs.frozen
+class _Place:
+    """A leaf in a tree of places: its index among all leaves of a rank."""
+
+    index: int
+
+
+def place_results(traces: Sequence[Trace], mesh: Mesh, out_placements: Any, call: str) -> Iterator[PlacedResult]:
+    """The leaves of the result that are placed.
+
+    Raises:
+        MeshError: placements of another structure than the result, or results that do not fit together: their
+            structures, shapes or dtypes differ from rank to rank, or they lack the dimension of a `Shard`.
+    """
+    trees = [tree_unflatten([_Place(index) for index in range(len(one.leaves))], one.structure) for one in traces]
+    placed, _, _ = match_placements(out_placements, trees[0], call, "out_placements")
+    below = [match_placements(out_placements, tree, call, "out_placements")[1] for tree in trees]
+    names = [f"result{name}" for name, _ in leaves_with_names(trees[0])]
+    for placement, parts in zip(placed, zip(*below, strict=True), strict=True):
+        if isinstance(placement, PerRank):
+            continue
+        given = on_axes(placement, mesh, f"{call}: out_placements")
+        flat = [tree_flatten(part) for part in parts]
+        if different := [rank for rank, (_, structure) in enumerate(flat) if structure != flat[0][1]]:
+            seen = f"results of other structures on other ranks: {_structures(flat, different[0])}"
+            raise MeshError(call, seen, "the same structure on every rank")
+        for places in zip(*(places for places, _ in flat), strict=True):
+            indices = tuple(place.index for place in places)
+            leaves = [one.leaves[index] for one, index in zip(traces, indices, strict=True)]
+            name = names[indices[0]]
+            _refuse_unlike(name, leaves, given, call)
+            arguments = [one.arguments.get(index) for one, index in zip(traces, indices, strict=True)]
+            axes = given
+            if isinstance(leaves[0], Node):
+                _refuse_missing(name, leaves[0], given, mesh, call)
+            else:
+                axes = (Replicate(),) * len(given)
+            yield PlacedResult(name, indices, axes, is_argument=None not in arguments)
+
+
+def _structures(flat: Sequence[tuple[Any, Any]], rank: int) -> str:
+    texts = [f"{flat[place][1]!s:.80} on rank {place}" for place in (0, rank)]
+    return " and ".join(texts).replace("\n", " ")
+
+
+def _refuse_unlike(name: str, leaves: Sequence[Any], axes: Sequence[Placement], call: str) -> None:
+    """Raise MeshError if a result has another kind, shape or dtype on another rank."""
+    kinds = [_kind(leaf) for leaf in leaves]
+    rank = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if rank is None:
+        return
+    placed = ", ".join(map(str, dict.fromkeys(axes)))
+    seen = f"{name}, placed as {placed}, is {kinds[0]} on rank 0 and {kinds[rank]} on rank {rank}"
+    raise MeshError(call, seen, "the same shape and dtype on every rank: pad it, convert it; or PerRank()")
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, Node):
+        return "no tensor"
+    value: torch.Tensor = leaf.meta["val"]
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')} on '{value.device}'"
+
+
+def _refuse_missing(name: str, leaf: Node, axes: Sequence[Placement], mesh: Mesh, call: str) -> None:
+    """Raise MeshError if a result lacks the dimension along which it is a shard."""
+    shape = leaf.meta["val"].shape
+    for axis, placement in zip(mesh.sizes, axes, strict=True):
+        if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
+            seen = f"{name} {list(shape)} is {placement} along {axis!r}, and has no dimension {placement.dim}"
+            instead = f"weft.all_reduce(..., {axis!r}) and Replicate(); Partial(); or x.reshape(1) for a part each"
+            raise MeshError(call, seen, instead)

@@ -1,0 +1,152 @@
+"""Whether what a function closes over is still what its trace was made of."""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+from torch.nn import Buffer, Parameter
+
+from weft.torchapi.private import is_functorch_wrapped_tensor
+from weft.transforms.graphs.outside import Outside
+
+_PLAIN = (Tensor, Parameter, Buffer)
+_MOST_OBJECTS = 10_000
+"""The most objects that are searched for a tensor."""
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, bool, type(None))
+
+
+@attrs.frozen(eq=False)
+class _Link:
+    """A place in an object that holds another one.
+
+    Args:
+        read: returns what is in a place of an object, and raises LookupError or AttributeError where there is none.
+        holder, key: the object, and the place.
+        value: what it held.
+    """
+
+    read: Callable[[Any, Any], Any]
+    holder: Any
+    key: Any
+    value: Any
+
+    def holds(self) -> bool:
+        """Whether the place still holds the same object."""
+        try:
+            return self.read(self.holder, self.key) is self.value
+        except (LookupError, AttributeError, ValueError):
+            return False
+
+
+class ClosedOver:
+    """The tensors that a function reads and that are no arguments, and how it finds them.
+
+    Args:
+        fn: the function.
+        tensors: what its traces read.
+    """
+
+    def __init__(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple({id(x): x for x in tensors}.values())
+        self.is_lasting = all(map(_lasts, self._tensors))
+        """Whether all of them can be the same ones at a later call, and a change would be noticed."""
+        if not self.is_lasting:
+            return
+        self._outside = Outside(fn, self._tensors, thorough=True)
+        self._forms = [_form(x) for x in self._tensors]
+        links = _links_to(self._tensors, [fn, *self._outside.named])
+        self._links = [] if links is None else links
+        self.is_lasting = links is not None
+
+    def has_changed(self) -> bool:
+        """Whether a name, or a place in an object, holds another tensor than it did; or one changed its form."""
+        if self._outside.has_changed() or not all(link.holds() for link in self._links):
+            return True
+        return [_form(x) for x in self._tensors] != self._forms
+
+
+def _lasts(tensor: Tensor) -> bool:
+    """Whether a tensor may be there at a later call: it is neither inside a transform nor a result of autograd."""
+    return type(tensor) in _PLAIN and not is_functorch_wrapped_tensor(tensor) and tensor.grad_fn is None
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    """What a trace knows of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad
+
+
+def _links_to(tensors: Sequence[Tensor], roots: Sequence[Any]) -> list[_Link] | None:
+    """The places through which the tensors are found from some objects; None if one cannot be found so."""
+    missing = {id(x) for x in tensors}
+    paths = dict[int, tuple[_Link, ...]]()
+    queue = list[Any](roots)
+    for root in roots:
+        paths[id(root)] = ()
+        missing.discard(id(root))
+    links = dict[tuple[int, str], _Link]()
+    index = 0
+    while missing and index < min(len(queue), _MOST_OBJECTS):
+        holder = queue[index]
+        index += 1
+        for link in _links_of(holder):
+            if id(link.value) in paths:
+                continue
+            path = (*paths[id(holder)], link)
+            paths[id(link.value)] = path
+            queue.append(link.value)
+            if id(link.value) in missing:
+                missing.discard(id(link.value))
+                links |= {(id(one.holder), repr(one.key)): one for one in path}
+    return None if missing else list(links.values())
+
+
+def _links_of(holder: Any) -> Iterator[_Link]:
+    """The places of an object."""
+    if isinstance(holder, _OPAQUE) or isinstance(holder, Tensor):
+        return
+    if isinstance(holder, dict):
+        for key, value in list(holder.items()):
+            yield _Link(_item, holder, key, value)
+    elif isinstance(holder, list | tuple):
+        for index, value in enumerate(holder):
+            yield _Link(_item, holder, index, value)
+    elif isinstance(holder, functools.partial):
+        for name in ("func", "args", "keywords"):
+            yield _Link(getattr, holder, name, getattr(holder, name))
+    elif isinstance(holder, types.MethodType):
+        for name in ("__self__", "__func__"):
+            yield _Link(getattr, holder, name, getattr(holder, name))
+    elif isinstance(holder, types.CellType):
+        try:
+            yield _Link(getattr, holder, "cell_contents", holder.cell_contents)
+        except ValueError:  # an empty cell
+            return
+    elif isinstance(holder, types.FunctionType):
+        for name in ("__closure__", "__defaults__", "__kwdefaults__"):
+            yield _Link(getattr, holder, name, getattr(holder, name))
+    else:
+        for name in _attributes_of(holder):
+            yield _Link(_attribute, holder, name, _attribute(holder, name))
+
+
+def _item(holder: Any, key: Any) -> Any:
+    return holder[key]
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """An attribute that is stored, and not computed."""
+    fields = getattr(holder, "__dict__", {})
+    return fields[name] if name in fields else object.__getattribute__(holder, name)
+
+
+def _attributes_of(holder: Any) -> Iterator[str]:
+    """The names of the attributes that an object stores."""
+    yield from list(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(holder, name):
+                yield name
