@@ -19,6 +19,7 @@ from .ops.transfers.collective import (
     all_to_all as all_to_all,
     axis_index as axis_index,
     axis_size as axis_size,
+    ppermute as ppermute,
     reduce_scatter as reduce_scatter,
 )
 from .outputs import IntermediateTensors as IntermediateTensors, Output as Output

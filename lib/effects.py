@@ -17,7 +17,7 @@ import attrs
 from weft.display.tables import columns
 from weft.errors import ProgramError
 from weft.meshes import collectives
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter
 from weft.schema import Schema, TensorSchema, read_form
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Collective",
     "Effect",
     "Fence",
+    "PPermute",
     "Program",
     "Recv",
     "ReduceScatter",
@@ -170,7 +171,10 @@ def parse_effect(line: str) -> Effect:
         among = tuple(map(int, match["of"].split(", "))) if match["of"] else None
         return Broadcast(int(match["root"]), microbatch, schema, among)
     if (found := collectives.parsed(match, microbatch, schema)) is None:
-        instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, or all_to_all dim 0 to 0"
+        instead = (
+            "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, all_to_all dim 0 to 0, "
+            "or ppermute 0 to 1, 1 to 0"
+        )
         raise ProgramError(f"parse_effect({line!r})", "a collective with other options", instead)
     return found
 

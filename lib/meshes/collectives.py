@@ -1,4 +1,4 @@
-"""Collectives as effects: `AllReduce`, `AllGather`, `ReduceScatter` and `AllToAll`, and the results that they define.
+"""Collectives as effects: `AllReduce`, `AllGather`, `ReduceScatter`, `AllToAll` and `PPermute`, and their results.
 
 They are data like `weft.effects.Send`: they print, and parse back.
 """
@@ -109,11 +109,34 @@ class AllToAll(_Meeting):
         return f"all_to_all dim {self.split_dim} to {self.concat_dim}"
 
 
-Collective = AllReduce | AllGather | ReduceScatter | AllToAll
+@attrs.frozen
+class PPermute(_Meeting):
+    """Each rank sends its tensor to at most one other, and gets that of at most one. A rank that nobody sends to gets
+    zeros.
+
+    Args:
+        ranks, microbatch, schema: as in `AllReduce`.
+        pairs: the sender and the receiver of each tensor, as places among the ranks.
+    """
+
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def verb(self) -> str:
+        """Its name and options, as it prints."""
+        return f"ppermute {', '.join(f'{source} to {to}' for source, to in self.pairs) or 'none'}"
+
+    def source_of(self, place: int) -> int | None:
+        """The place of the rank whose tensor goes to this place; None: nobody sends one."""
+        return {to: source for source, to in self.pairs}.get(place)
+
+
+Collective = AllReduce | AllGather | ReduceScatter | AllToAll | PPermute
 
 FORM = (
-    r"(?P<collective>all_reduce|all_gather|reduce_scatter|all_to_all)(?: (?P<reduce>sum|max|min))?"
-    r"(?: dim (?P<dim>-?\d+)(?: to (?P<concat>-?\d+))?)? among (?P<ranks>\d+(?:, \d+)*)"
+    r"(?P<collective>all_reduce|all_gather|reduce_scatter|all_to_all|ppermute)(?: (?P<reduce>sum|max|min))?"
+    r"(?: dim (?P<dim>-?\d+)(?: to (?P<concat>-?\d+))?)?(?: (?P<pairs>none|\d+ to \d+(?:, \d+ to \d+)*))?"
+    r" among (?P<ranks>\d+(?:, \d+)*)"
 )
 """The expression of a collective in the text of an effect."""
 
@@ -121,21 +144,42 @@ FORM = (
 def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Collective | None:
     """The collective of a match of `FORM`; None for options that it does not have."""
     given = tuple(map(int, found["ranks"].split(", "))), microbatch, schema
-    match found["collective"], found["reduce"], found["dim"], found["concat"]:
-        case "all_reduce", str(reduce_op), None, None:
+    match found["collective"], found["reduce"], found["dim"], found["concat"], found["pairs"]:
+        case "all_reduce", str(reduce_op), None, None, None:
             return AllReduce(*given, reduce_op)
-        case "all_gather", None, str(dim), None:
+        case "all_gather", None, str(dim), None, None:
             return AllGather(*given, int(dim))
-        case "reduce_scatter", str(reduce_op), str(dim), None:
+        case "reduce_scatter", str(reduce_op), str(dim), None, None:
             return ReduceScatter(*given, reduce_op, int(dim))
-        case "all_to_all", None, str(split), str(concat):
+        case "all_to_all", None, str(split), str(concat), None:
             return AllToAll(*given, int(split), int(concat))
+        case "ppermute", None, None, None, str(pairs):
+            return PPermute(*given, _parsed_pairs(pairs))
+    return None
+
+
+def _parsed_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    if text == "none":
+        return ()
+    pairs = (pair.split(" to ") for pair in text.split(", "))
+    return tuple((int(source), int(to)) for source, to in pairs)
+
+
+def mistake_in_pairs(pairs: Sequence[tuple[int, int]], count: int) -> str | None:
+    """The reason why so many ranks cannot send their tensors so; None if they can."""
+    if wrong := next((place for pair in pairs for place in pair if not 0 <= place < count), None):
+        return f"place {wrong} among {count} ranks"
+    for what, places in (("sends", [source for source, _ in pairs]), ("receives", [to for _, to in pairs])):
+        if twice := [place for place in places if places.count(place) > 1]:
+            return f"place {twice[0]}, which {what} twice"
     return None
 
 
 def impossible(effect: Collective) -> tuple[str, str] | None:
     """The reason why no ranks can perform a collective on tensors of its schema, and what they can; None: they can, as
     far as the schema and its dimensions are known."""
+    if isinstance(effect, PPermute) and (mistake := mistake_in_pairs(effect.pairs, len(effect.ranks))):
+        return f"'{effect}', with {mistake}", "each place at most once as a sender and once as a receiver"
     if effect.schema is None:
         return None
     seen, count = f"'{effect}'", len(effect.ranks)
@@ -149,6 +193,8 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
             cut_dim, used = dim, (dim,)
         case AllToAll(split_dim=split, concat_dim=concat):
             cut_dim, used = split, (split, concat)
+        case AllReduce() | PPermute():
+            pass
     if wrong := [dim for dim in used if not -len(dims) <= dim < len(dims)]:
         return f"{seen} along dimension {wrong[0]} of {len(dims)}", "one of its dimensions"
     size = None if cut_dim is None else dims[cut_dim]
@@ -171,22 +217,42 @@ def cut(effect: Collective, x: Tensor) -> Tensor:
             dim %= x.ndim
             parts: Tensor = x.unflatten(dim, (count, x.shape[dim] // count))
             return parts.movedim(dim, 0)
-        case _:
+        case AllReduce() | AllGather() | PPermute():
             return x.expand(count, *x.shape)
 
 
-def join(effect: Collective, received: Sequence[Tensor]) -> Tensor:
-    """The result of a collective on one rank, from what it got of the tensors of all ranks, in order."""
+def goes(effect: Collective, source: int, to: int) -> bool:
+    """Whether the rank at one place needs what the rank at another one brings."""
+    match effect:
+        case PPermute(pairs=pairs):
+            return (source, to) in pairs
+        case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            return True
+
+
+def join(effect: Collective, received: Sequence[Tensor], place: int) -> Tensor:
+    """The result of a collective on the rank at a place among its ranks, from what it got of the tensors of all ranks,
+    in order."""
     match effect:
         case AllReduce(reduce_op=reduce_op) | ReduceScatter(reduce_op=reduce_op):
             return reduced(received, reduce_op)
         case AllGather(dim=dim) | AllToAll(concat_dim=dim):
             return torch.cat(list(received), dim)
+        case PPermute():
+            source = effect.source_of(place)
+            return _zeros(received[place]) if source is None else received[source]
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros. Autograd follows them, with a derivative of 0, as it does the tensors that other ranks get."""
+    zeros = torch.zeros_like(like)
+    return zeros + like.reshape(-1)[:0].sum() if like.requires_grad else zeros
 
 
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The result of a collective on each rank, by definition, from the tensors of all ranks in order. Results may share
     memory with one another."""
     if isinstance(effect, AllReduce | AllGather):
-        return [join(effect, inputs)] * len(inputs)
-    return [join(effect, received) for received in zip(*(cut(effect, x) for x in inputs), strict=True)]
+        return [join(effect, inputs, 0)] * len(inputs)
+    by_rank = zip(*(cut(effect, x) for x in inputs), strict=True)
+    return [join(effect, received, place) for place, received in enumerate(by_rank)]

@@ -93,7 +93,8 @@ _PLACEMENT = "Shard(dim), Replicate() or Partial(); PerRank() for a tuple of tre
 class Placements:
     """The placements of a tensor on a mesh of several axes, by axis; on the axes that are not named it is replicated.
 
-    A dimension that is sharded over two axes is cut along the first one, and each part along the second.
+    A dimension that is sharded over several axes is cut along the one that is named first, and each part along the
+    next: `Placements(z=Shard(0), y=Shard(0))` is JAX's `P(("z", "y"))`, whatever the order of the axes in the mesh.
 
     Args:
         by_axis: for the name of an axis, its placement.
@@ -142,7 +143,11 @@ def is_placement(node: Any) -> bool:
     return isinstance(node, Shard | Replicate | Partial | Placements | PerRank) or of_torch
 
 
-def on_axes(given: Any, mesh: Mesh, call: str) -> tuple[Placement, ...]:
+Layout = tuple[tuple[str, Placement], ...]
+"""The placement on each axis of a mesh: those that cut a tensor, in the order in which they do, and then the others."""
+
+
+def on_axes(given: Any, mesh: Mesh, call: str) -> Layout:
     """The placement on each axis of a mesh.
 
     Raises:
@@ -152,29 +157,48 @@ def on_axes(given: Any, mesh: Mesh, call: str) -> tuple[Placement, ...]:
         by_axis = dict(given.by_axis)
         if unknown := next((axis for axis in by_axis if axis not in mesh.sizes), None):
             raise MeshError(call, f"{given}, on axis {unknown!r} of {mesh}", f"one of {', '.join(mesh.sizes)}")
-        return tuple(by_axis.get(axis, Replicate()) for axis in mesh.sizes)
+        cuts = [(axis, placement) for axis, placement in given.by_axis if isinstance(placement, Shard)]
+        rest = [(axis, by_axis.get(axis, Replicate())) for axis in mesh.sizes]
+        return (*cuts, *(pair for pair in rest if not isinstance(pair[1], Shard)))
     placement = as_placement(given, call)
     if len(mesh.axes) > 1 and placement != Replicate():
         instead = f"Placements({mesh.axes[-1][0]}={placement})"
         raise MeshError(call, f"{placement} on {mesh}, which has {len(mesh.axes)} axes", instead)
-    return (placement,) * len(mesh.axes)
+    return everywhere(placement, mesh)
 
 
-def part_of(value: Tensor, placements: Sequence[Placement], mesh: Mesh, rank: int, call: str) -> Tensor:
+def everywhere(placement: Placement, mesh: Mesh) -> Layout:
+    """One placement on all axes of a mesh."""
+    return tuple((axis, placement) for axis in mesh.sizes)
+
+
+def same_parts(one: Layout, other: Layout, ndim: int) -> bool:
+    """Whether two layouts give each rank the same part of a tensor with so many dimensions."""
+    return _by_dimension(one, ndim) == _by_dimension(other, ndim)
+
+
+def _by_dimension(layout: Layout, ndim: int) -> tuple[Any, Any]:
+    """The axes that cut each dimension, in order, and the placements on the others."""
+    cuts = [(placement.dim % ndim, axis) for axis, placement in layout if isinstance(placement, Shard)]
+    rest = {axis: placement for axis, placement in layout if not isinstance(placement, Shard)}
+    return sorted(cuts, key=lambda cut: cut[0]), rest
+
+
+def part_of(value: Tensor, layout: Layout, mesh: Mesh, rank: int, call: str) -> Tensor:
     """A rank's part of a tensor. Shards are views.
 
     Raises:
         MeshError: a dimension that the tensor lacks, or that the ranks cannot share evenly.
     """
     place = mesh.coordinates(rank)
-    for (axis, size), placement in zip(mesh.axes, placements, strict=True):
+    for axis, placement in layout:
         match placement:
             case Shard(dim):
-                extent = _extent(value, dim, axis, size, call)
+                extent = _extent(value, dim, axis, mesh.sizes[axis], call)
                 value = value.narrow(dim, place[axis] * extent, extent)
             case Partial("sum") if place[axis]:
                 value = torch.zeros_like(value)
-            case _:
+            case Partial() | Replicate():
                 pass
     return value
 
@@ -188,13 +212,13 @@ def _extent(value: Tensor, dim: int, axis: str, size: int, call: str) -> int:
     return value.shape[dim] // size
 
 
-def whole_of(parts: Sequence[Tensor], placements: Sequence[Placement], mesh: Mesh) -> Tensor:
+def whole_of(parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     """The tensor of which the ranks hold these parts: the inverse of `part_of`. Of replicas, the first is taken."""
-    held = list(parts)
-    for (_, size), placement in reversed(list(zip(mesh.axes, placements, strict=True))):
-        groups = [held[start : start + size] for start in range(0, len(held), size)]
-        held = [_joined(group, placement) for group in groups]
-    (whole,) = held
+    by_rank = dict(enumerate(parts))
+    for axis, placement in reversed(layout):
+        firsts = [rank for rank in by_rank if not mesh.coordinates(rank)[axis]]
+        by_rank = {first: _joined([by_rank[rank] for rank in mesh.group(first, axis)], placement) for first in firsts}
+    (whole,) = by_rank.values()
     return whole
 
 
@@ -204,4 +228,5 @@ def _joined(group: list[Tensor], placement: Placement) -> Tensor:
             return torch.cat(group, dim)
         case Partial(reduce_op):
             return reduced(group, reduce_op)
-    return group[0]
+        case Replicate():
+            return group[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import Placement, Replicate
+from weft.meshes.placements import Layout, Replicate
 from weft.torchapi.private import in_dispatch_mode, in_functorch_transform, is_capturing, without_modes
 from weft.value_keys import value_key
 
@@ -48,12 +48,10 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def unequal_replicas(
-    leaves: Sequence[Any], placements: Sequence[Placement], mesh: Mesh
-) -> Iterator[tuple[str, list[int]]]:
+def unequal_replicas(leaves: Sequence[Any], layout: Layout, mesh: Mesh) -> Iterator[tuple[str, list[int]]]:
     """The axes along which a value is placed as `Replicate()`, and ranks along one that differ; the first is the one
     that the others differ from."""
-    for axis, placement in zip(mesh.sizes, placements, strict=True):
+    for axis, placement in layout:
         if placement != Replicate():
             continue
         for ranks in _groups(mesh, axis):

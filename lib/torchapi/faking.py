@@ -11,6 +11,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.torchapi.private import innermost
 
+_WITHOUT_VALUES = ("fake", "datadependent", "data-dependent", "dynamicoutputshape", "tensor subclasses")
+"""Words of the errors that torch raises where a fake tensor would have to have values."""
 _SNAPSHOT_KEY = torch._C.DispatchKey.PythonTLSSnapshot
 
 
@@ -33,7 +35,7 @@ def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
 def reads_values(error: BaseException) -> bool:
     """Whether an error says that a fake tensor has no values."""
     text = f"{type(error).__name__} {error}".lower()
-    return any(word in text for word in ("fake", "datadependent", "data-dependent", "dynamicoutputshape"))
+    return any(word in text for word in _WITHOUT_VALUES)
 
 
 def called_by_dispatcher() -> bool:

@@ -35,8 +35,10 @@ def shards_are_the_function(function: RankFunction) -> None:
     """L22: on all ranks and on one rank, with whole arguments, a function gives what it is without ranks: results and
     state, over a sequence of calls. A state that is written in place is returned as the same tensors. Programs print
     and parse back."""
-    sharded, alone = function.sharded(), function.sharded(mesh=function.on_one_rank())
-    steps: dict[str, Step] = {"shards": sharded, "one rank": alone}
+    sharded = function.sharded()
+    steps: dict[str, Step] = {"shards": sharded}
+    if not function.depends_on_the_mesh:
+        steps["one rank"] = function.sharded(mesh=function.on_one_rank())
     states = {name: clone(function.state) for name in steps}
     expected = clone(function.state)
     for x in function.inputs:

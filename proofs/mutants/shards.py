@@ -58,7 +58,8 @@ def _sums_for_any(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _whole_on_every_rank(value: Tensor, placements: Any, *where: Any) -> Tensor:
     """Every rank has the whole of a partial sum."""
-    return part_of(value, [Replicate() if own == Partial() else own for own in placements], *where)
+    layout = tuple((axis, Replicate() if own == Partial() else own) for axis, own in placements)
+    return part_of(value, layout, *where)
 
 
 def _as_of_the_last_axis(self: Mesh, axis: str) -> int:

@@ -1,6 +1,7 @@
 """Random functions of one rank's part, with placements and collectives; and the same functions without ranks."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,15 @@ from weft.donation import donates
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Partial, Placement, Placements, Replicate, Shard
-from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, axis_index, axis_size, reduce_scatter
+from weft.ops.transfers.collective import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    axis_size,
+    ppermute,
+    reduce_scatter,
+)
 from weft.transforms.shards.shard import Sharded, shard
 from weft.trees import tree_map
 
@@ -60,6 +69,11 @@ class RankFunction:
         """The function, with its tensors on a device."""
         params, state, inputs = tree_map(lambda x: x.to(device), (self.params, self.state, self.inputs))
         return attrs.evolve(self, params=params, state=state, inputs=inputs)
+
+    @property
+    def depends_on_the_mesh(self) -> bool:
+        """Whether it is another function on another mesh: it names the places of ranks."""
+        return any(step.startswith("ppermute") for step in self.code)
 
     def on_one_rank(self) -> Mesh:
         """A mesh of one rank, with the same axes."""
@@ -143,20 +157,24 @@ class _Writer:
         yield "halve", lambda: self.add("halve", _halve, _halve)
         for axis in self.axes(Partial()):
             yield f"all_reduce {axis}", functools.partial(self._reduce, axis)
-            for dim in (0, 1):
-                if self.is_innermost(axis, dim):
+            for dim in DIMENSIONS:
+                if self.is_innermost(axis, dim % 2):
                     yield f"reduce_scatter {axis} {dim}", functools.partial(self._scatter, axis, dim)
         for axis in self.axes(Replicate()):
             yield f"first alone {axis}", functools.partial(self._first_alone, axis)
             for dim in (0, 1):
                 if self.is_innermost(axis, dim):
                     yield f"own part {axis} {dim}", functools.partial(self._own_part, axis, dim)
-        for dim in (0, 1):
-            for axis in self.axes(Shard(dim)):
-                if self.is_innermost(axis, dim):
-                    yield f"all_gather {axis}", functools.partial(self._gather, axis, dim)
-                    if self.is_innermost(axis, 1 - dim):
-                        yield f"all_to_all {axis}", functools.partial(self._exchange, axis, dim)
+        for dim in DIMENSIONS:
+            for axis in self.axes(Shard(dim % 2)):
+                if self.is_innermost(axis, dim % 2):
+                    yield f"all_gather {axis} {dim}", functools.partial(self._gather, axis, dim)
+                    if self.is_innermost(axis, 1 - dim % 2):
+                        yield f"all_to_all {axis} {dim}", functools.partial(self._exchange, axis, dim)
+                if len(self.axes(Shard(dim % 2))) == 1:
+                    for pairs in _permutations(self.mesh.sizes[axis]):
+                        name = f"ppermute {axis} {dim} {pairs}"
+                        yield name, functools.partial(self._permute, name, axis, dim, pairs)
         if rows := self.axes(Shard(1)):
             yield "product by rows", functools.partial(self._by_rows, rows)
         else:
@@ -175,7 +193,7 @@ class _Writer:
         self.add(f"all_reduce {axis}", lambda params, state, x: all_reduce(x, axis))
 
     def _scatter(self, axis: str, dim: int) -> None:
-        self.placed[axis] = Shard(dim)
+        self.placed[axis] = Shard(dim % 2)
         self.add(f"reduce_scatter {axis} {dim}", lambda params, state, x: reduce_scatter(x, axis, dim=dim))
 
     def _gather(self, axis: str, dim: int) -> None:
@@ -183,12 +201,23 @@ class _Writer:
         self.add(f"all_gather {axis} {dim}", lambda params, state, x: all_gather(x, axis, dim=dim))
 
     def _exchange(self, axis: str, dim: int) -> None:
-        self.placed[axis] = Shard(1 - dim)
+        self.placed[axis] = Shard(1 - dim % 2)
 
         def local(params: Any, state: Any, x: Tensor) -> Tensor:
-            return all_to_all(x, axis, split_dim=1 - dim, concat_dim=dim)
+            return all_to_all(x, axis, split_dim=-1 - dim, concat_dim=dim)
 
-        self.add(f"all_to_all {axis} {1 - dim} to {dim}", local)
+        self.add(f"all_to_all {axis} {-1 - dim} to {dim}", local)
+
+    def _permute(self, name: str, axis: str, dim: int, pairs: tuple[tuple[int, int], ...]) -> None:
+        size = self.mesh.sizes[axis]
+
+        def whole(params: Any, state: Any, x: Tensor) -> Tensor:
+            parts = x.chunk(size, dim)
+            sources = {to: source for source, to in pairs}
+            moved = [parts[sources[to]] if to in sources else torch.zeros_like(parts[0]) for to in range(size)]
+            return torch.cat(moved, dim)
+
+        self.add(name, lambda params, state, x: ppermute(x, axis, pairs), whole)
 
     def _first_alone(self, axis: str) -> None:
         self.placed[axis] = Partial()
@@ -245,6 +274,17 @@ class _Writer:
         self.add("read state", local, lambda params, state, x: x + state["h"])
 
 
+DIMENSIONS = (0, 1, -2, -1)
+"""The dimensions of a matrix, as a collective may name them. `-1 - dim` is the other one."""
+
+
+def _permutations(size: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Ways in which ranks send to each other: around, backwards, and all but the last."""
+    yield tuple((place, (place + 1) % size) for place in range(size))
+    yield tuple((place, size - 1 - place) for place in range(size))
+    yield tuple(itertools.pairwise(range(size)))
+
+
 def _halve(params: Any, state: Any, x: Tensor) -> Tensor:
     return x / 2
 
@@ -290,7 +330,8 @@ def rank_functions(
     """
     mesh = mesh or draw(meshes())
     kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
-    placed = {axis: draw(st.sampled_from(kinds)) for axis in mesh.sizes}
+    order = draw(st.permutations(list(mesh.sizes)))
+    placed = {axis: draw(st.sampled_from(kinds)) for axis in order}
     given, writer = Placements(**placed), _Writer(mesh, dict(placed))
     for _ in range(draw(st.integers(1, max_steps))):
         moves = dict(writer.moves())

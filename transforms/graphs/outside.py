@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.torchapi.private import storage_id
+from weft.torchapi.private import innermost_storage_id, storage_id
 from weft.value_keys import value_key
 
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
@@ -178,7 +178,7 @@ class _Names:
                     if not isinstance(names, dict):  # a module of TorchScript, which cannot be given other tensors
                         continue
                     for name, value in names.items():
-                        if value is not None and storage_id(value) not in storages:
+                        if value is not None and innermost_storage_id(value) not in storages:
                             continue
                         self._note(".".join(filter(None, (label, path, name))), names, name)
 

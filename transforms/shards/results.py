@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
-import torch
+from torch import Tensor
 from torch.fx import Node
 
-from weft.arguments.checks import kind_of
 from weft.errors import MeshError
 from weft.meshes.distribute import match_placements
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import PerRank, Placement, Replicate, Shard, on_axes
-from weft.meshes.replicas import ranks_in_words
+from weft.meshes.placements import Layout, PerRank, Replicate, Shard, everywhere, on_axes
 from weft.transforms.shards.tracing import Trace
 from weft.trees import leaves_with_names, tree_flatten, tree_unflatten
 
@@ -24,14 +22,16 @@ class PlacedResult:
     Args:
         name: of the leaf, as errors have it.
         indices: the index of the leaf among those of each rank.
-        axes: the placement on each axis. A leaf that is no tensor is the same on all ranks.
+        layout: the placement on each axis. A leaf that is no tensor is the same on all ranks.
         is_argument: whether it is an argument on each rank, written in place or not.
+        has_known_size: whether its size does not depend on values of tensors.
     """
 
     name: str
     indices: tuple[int, ...]
-    axes: tuple[Placement, ...]
+    layout: Layout
     is_argument: bool
+    has_known_size: bool
 
     def of(self, made: Sequence[Sequence[Any]]) -> list[Any]:
         """The leaf of each rank, among the leaves of all."""
@@ -68,14 +68,18 @@ def place_results(traces: Sequence[Trace], mesh: Mesh, out_placements: Any, call
             indices = tuple(place.index for place in places)
             leaves = [one.leaves[index] for one, index in zip(traces, indices, strict=True)]
             name = names[indices[0]]
-            _refuse_unlike(name, leaves, given, call)
+            refuse_unlike(name, [leaf.meta["val"] if isinstance(leaf, Node) else leaf for leaf in leaves], given, call)
             arguments = [one.arguments.get(index) for one, index in zip(traces, indices, strict=True)]
-            axes = given
+            layout = given
             if isinstance(leaves[0], Node):
-                _refuse_missing(name, leaves[0], given, mesh, call)
+                _refuse_missing(name, leaves[0], given, call)
             else:
-                axes = (Replicate(),) * len(given)
-            yield PlacedResult(name, indices, axes, is_argument=None not in arguments)
+                layout = everywhere(Replicate(), mesh)
+            yield PlacedResult(name, indices, layout, None not in arguments, all(map(_has_known_size, leaves)))
+
+
+def _has_known_size(leaf: Any) -> bool:
+    return not isinstance(leaf, Node) or all(isinstance(size, int) for size in leaf.meta["val"].shape)
 
 
 def _structures(flat: Sequence[tuple[Any, Any]], rank: int) -> str:
@@ -83,28 +87,27 @@ def _structures(flat: Sequence[tuple[Any, Any]], rank: int) -> str:
     return " and ".join(texts).replace("\n", " ")
 
 
-def _refuse_unlike(name: str, leaves: Sequence[Any], axes: Sequence[Placement], call: str) -> None:
+def refuse_unlike(name: str, leaves: Sequence[Any], layout: Layout, call: str) -> None:
     """Raise MeshError if a result has another kind, shape or dtype on another rank."""
     kinds = [_kind(leaf) for leaf in leaves]
     rank = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if rank is None:
         return
-    placed = ", ".join(map(str, dict.fromkeys(axes)))
+    placed = ", ".join(map(str, dict.fromkeys(placement for _, placement in layout)))
     seen = f"{name}, placed as {placed}, is {kinds[0]} on rank 0 and {kinds[rank]} on rank {rank}"
     raise MeshError(call, seen, "the same shape and dtype on every rank: pad it, convert it; or PerRank()")
 
 
 def _kind(leaf: Any) -> str:
-    if not isinstance(leaf, Node):
+    if not isinstance(leaf, Tensor):
         return "no tensor"
-    value: torch.Tensor = leaf.meta["val"]
-    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')} on '{value.device}'"
+    return f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on '{leaf.device}'"
 
 
-def _refuse_missing(name: str, leaf: Node, axes: Sequence[Placement], mesh: Mesh, call: str) -> None:
+def _refuse_missing(name: str, leaf: Node, layout: Layout, call: str) -> None:
     """Raise MeshError if a result lacks the dimension along which it is a shard."""
     shape = leaf.meta["val"].shape
-    for axis, placement in zip(mesh.sizes, axes, strict=True):
+    for axis, placement in layout:
         if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
             seen = f"{name} {list(shape)} is {placement} along {axis!r}, and has no dimension {placement.dim}"
             instead = f"weft.all_reduce(..., {axis!r}) and Replicate(); Partial(); or x.reshape(1) for a part each"

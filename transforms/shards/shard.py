@@ -16,17 +16,18 @@ from weft.errors import MeshError
 from weft.meshes.distribute import match_placements
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import (
+    Layout,
     Partial,
     PerRank,
-    Placement,
-    Replicate,
     Shard,
     on_axes,
     part_of,
+    same_parts,
     whole_of,
 )
 from weft.meshes.replicas import ranks_in_words, unequal_replicas
 from weft.settings import is_batch_invariant
+from weft.torchapi.faking import is_fake
 from weft.torchapi.private import (
     WithoutAutocast,
     default_device,
@@ -34,12 +35,13 @@ from weft.torchapi.private import (
     switches,
     uncompiled,
 )
+from weft.transforms.graphs.calls.key import check_tensors
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
-from weft.transforms.shards.results import PlacedResult, place_results
-from weft.transforms.shards.surroundings import ClosedOver
+from weft.transforms.shards.results import PlacedResult, place_results, refuse_unlike
+from weft.transforms.shards.surroundings import ClosedOver, wrapped_tensors
 from weft.transforms.shards.tracing import Trace, trace
-from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from weft.value_keys import value_key
 
 _MAX_TRACES = 1024
@@ -56,7 +58,7 @@ class Parts:
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
-    sources: dict[int, tuple[Tensor, Sequence[Placement]]]
+    sources: dict[int, tuple[Tensor, Layout]]
     replicas: set[tuple[int, int]]
 
     def tensors(self, traces: Sequence[Trace], call: str) -> list[list[Tensor]]:
@@ -70,8 +72,8 @@ class Parts:
             leaves = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
             for index in own.written:
                 leaf = leaves[index]
-                _, axes = self.sources.get(id(leaf), (leaf, ()))
-                if partial := next((axis for axis in axes if isinstance(axis, Partial)), None):
+                _, layout = self.sources.get(id(leaf), (leaf, ()))
+                if partial := next((own for _, own in layout if isinstance(own, Partial)), None):
                     seen = f"{partial} of a tensor {list(leaf.shape)} that the function writes in place"
                     raise MeshError(call, seen, "Replicate(), and all_reduce what is written; or return a new tensor")
                 if (rank, id(leaf)) in self.replicas:
@@ -125,6 +127,9 @@ class Sharded:
         traces = self._trace(given)
         with WithoutAutocast():  # the traces have its conversions
             made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call))
+        for result in traces.results:
+            if not result.has_known_size:
+                refuse_unlike(result.name, result.of(made), result.layout, self._call)
         whole = self._join(traces.by_rank, made, given)
         self._compare(traces, made)
         return whole
@@ -157,11 +162,19 @@ class Sharded:
         made = Parts(tuple(() for _ in self.mesh), {}, set())
         by_rank = [list[Any]() for _ in self.mesh]
         for index, (prefix, arg) in enumerate(zip(given, args, strict=True)):
+            self._check_tensors(arg, index)
             placed, below, structure = match_placements(prefix, arg, self._call, f"in_placements[{index}]")
             for rank, own in enumerate(by_rank):
                 found = [self._part(*each, rank, made) for each in zip(placed, below, strict=True)]
                 own.append(tree_unflatten(found, structure))
         return attrs.evolve(made, by_rank=tuple(map(tuple, by_rank)))
+
+    def _check_tensors(self, arg: Any, index: int) -> None:
+        """Raise CaptureError for a tensor whose class may redefine operators. A trace would not call them."""
+        leaves = tree_leaves(arg)
+        if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in leaves):
+            known = [None if isinstance(leaf, Tensor) and is_fake(leaf) else leaf for leaf in leaves]
+            check_tensors(known, self._call, lambda: [f"args[{index}]{name}" for name, _ in leaves_with_names(arg)])
 
     def _part(self, placement: Any, tree: Any, rank: int, given: Parts) -> Any:
         if isinstance(placement, PerRank):
@@ -169,16 +182,16 @@ class Sharded:
                 seen = f"PerRank() of {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
                 raise MeshError(self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks")
             return tree[rank]
-        axes = on_axes(placement, self.mesh, f"{self._call}: in_placements")
-        place = self.mesh.coordinates(rank).values()
-        is_first = not any(index for index, own in zip(place, axes, strict=True) if not isinstance(own, Shard))
+        layout = on_axes(placement, self.mesh, f"{self._call}: in_placements")
+        place = self.mesh.coordinates(rank)
+        is_first = not any(place[axis] for axis, own in layout if not isinstance(own, Shard))
 
         def part(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             refuse_donated(leaf, call=self._call)
-            made = part_of(leaf, axes, self.mesh, rank, self._call)
-            given.sources[id(made)] = leaf, axes
+            made = part_of(leaf, layout, self.mesh, rank, self._call)
+            given.sources[id(made)] = leaf, layout
             if not is_first:
                 given.replicas.add((rank, id(made)))
             return made
@@ -207,7 +220,11 @@ class Sharded:
 
     def _make_traces(self, flat: Sequence[tuple[Any, TreeSpec]], grads: bool) -> Traces:
         """Trace the function on all ranks."""
-        by_rank = tuple(trace(self._fn, self._name, self.mesh, rank, *own, grads) for rank, own in enumerate(flat))
+        wrapped = wrapped_tensors(self._fn) if in_functorch_transform() else []
+        by_rank = tuple(
+            trace(self._fn, self._name, self.mesh, rank, leaves, structure, grads=grads, wrapped=wrapped)
+            for rank, (leaves, structure) in enumerate(flat)
+        )
         closed_over = [x for one in by_rank for x in one.closed_over]
         if not grads and torch.is_grad_enabled() and any(x.requires_grad for x in closed_over):
             return self._make_traces(flat, grads=True)
@@ -229,16 +246,18 @@ class Sharded:
     def _whole(self, placement: Any, parts: tuple[Any, ...], given: Parts) -> Any:
         if isinstance(placement, PerRank):
             return parts
-        axes = on_axes(placement, self.mesh, f"{self._call}: out_placements")
+        layout = on_axes(placement, self.mesh, f"{self._call}: out_placements")
 
         def whole(*leaves: Any) -> Any:
             if not isinstance(leaves[0], Tensor):
                 return leaves[0]
-            found = [given.sources.get(id(leaf)) for leaf in leaves]
-            first = found[0]
-            if first is not None and first[1] == axes and all(x is not None and x[0] is first[0] for x in found):
-                return first[0]
-            return whole_of(leaves, axes, self.mesh)
+            sources = [given.sources.get(id(leaf)) for leaf in leaves]
+            first = sources[0]
+            if first is not None and all(source is not None and source[0] is first[0] for source in sources):
+                argument, placed_as = first
+                if same_parts(placed_as, layout, argument.ndim):
+                    return argument
+            return whole_of(leaves, layout, self.mesh)
 
         return tree_map(whole, *parts)
 
@@ -252,7 +271,7 @@ class Sharded:
             leaves = result.of(made)
             if traces.was_compared and (result.is_argument or not isinstance(leaves[0], Tensor) or leaves[0].is_cuda):
                 continue
-            if found := next(unequal_replicas(leaves, result.axes, self.mesh), None):
+            if found := next(unequal_replicas(leaves, result.layout, self.mesh), None):
                 axis, ranks = found
                 seen = f"{result.name} is Replicate() along {axis!r}, and {ranks_in_words(ranks)} have different values"
                 instead = f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial() or Shard(dim)"
@@ -281,9 +300,9 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
     """Run a function on every rank of a mesh, each with its part of the arguments: JAX's `shard_map`.
 
     The function is written for one rank. It gets that rank's part of each argument, computes with it, and exchanges
-    tensors by `weft.all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all`. On a mesh of one rank the parts are
-    whole and the collectives change nothing. So compare it on your mesh with itself on one rank: where the results
-    differ, a collective is missing or a placement is wrong.
+    tensors by `weft.all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and `ppermute`. On a mesh of one rank the
+    parts are whole, and the collectives but `ppermute`, which names places, change nothing. So compare it on your mesh
+    with itself on one rank: where the results differ, a collective is missing or a placement is wrong.
 
     Args:
         f: a pure function of tensors, and of trees of them. It is traced once for each rank and signature, and again

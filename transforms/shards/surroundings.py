@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,34 +79,45 @@ def _form(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad
 
 
+def wrapped_tensors(fn: Callable[..., Any]) -> list[Tensor]:
+    """The tensors that a function may read and that transforms of torch.func have wrapped."""
+    roots = [fn, *Outside(fn, (), thorough=True).named]
+    values = [*roots, *(link.value for link, _ in _search(roots))]
+    return [value for value in values if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)]
+
+
 def _links_to(tensors: Sequence[Tensor], roots: Sequence[Any]) -> list[_Link] | None:
     """The places through which the tensors are found from some objects; None if one cannot be found so."""
-    missing = {id(x) for x in tensors}
-    paths = dict[int, tuple[_Link, ...]]()
-    queue = list[Any](roots)
-    for root in roots:
-        paths[id(root)] = ()
-        missing.discard(id(root))
-    links = dict[tuple[int, str], _Link]()
-    index = 0
-    while missing and index < min(len(queue), _MOST_OBJECTS):
-        holder = queue[index]
-        index += 1
+    missing = {id(x) for x in tensors} - {id(root) for root in roots}
+    links = dict[int, _Link]()
+    search = _search(roots)
+    while missing:
+        link, path = next(search, (None, ()))
+        if link is None:
+            return None
+        if id(link.value) in missing:
+            missing.discard(id(link.value))
+            links |= {id(one): one for one in path}
+    return list(links.values())
+
+
+def _search(roots: Sequence[Any]) -> Iterator[tuple[_Link, tuple[_Link, ...]]]:
+    """The places where other objects are found from some objects, the nearest first, each object once, and the way to
+    each."""
+    queue = deque[tuple[Any, tuple[_Link, ...]]]((root, ()) for root in roots)
+    seen = {id(root) for root in roots}
+    while queue and len(seen) < _MOST_OBJECTS:
+        holder, path = queue.popleft()
         for link in _links_of(holder):
-            if id(link.value) in paths:
-                continue
-            path = (*paths[id(holder)], link)
-            paths[id(link.value)] = path
-            queue.append(link.value)
-            if id(link.value) in missing:
-                missing.discard(id(link.value))
-                links |= {(id(one.holder), repr(one.key)): one for one in path}
-    return None if missing else list(links.values())
+            if id(link.value) not in seen:
+                seen.add(id(link.value))
+                queue.append((link.value, (*path, link)))
+                yield link, (*path, link)
 
 
 def _links_of(holder: Any) -> Iterator[_Link]:
     """The places of an object."""
-    if isinstance(holder, _OPAQUE) or isinstance(holder, Tensor):
+    if isinstance(holder, (*_OPAQUE, Tensor)):
         return
     if isinstance(holder, dict):
         for key, value in list(holder.items()):

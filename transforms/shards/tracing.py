@@ -28,6 +28,7 @@ from weft.torchapi.private import (
     DispatchMode,
     FunctionMode,
     default_device,
+    in_functorch_transform,
     innermost,
     is_differentiated,
     is_functorch_wrapped_tensor,
@@ -85,7 +86,15 @@ class Trace:
 
 
 def trace(
-    fn: Callable[..., Any], name: str, mesh: Mesh, rank: int, leaves: Sequence[Any], structure: TreeSpec, grads: bool
+    fn: Callable[..., Any],
+    name: str,
+    mesh: Mesh,
+    rank: int,
+    leaves: Sequence[Any],
+    structure: TreeSpec,
+    *,
+    grads: bool,
+    wrapped: Sequence[Tensor] = (),
 ) -> Trace:
     """Trace a function on fake tensors, as one rank runs it.
 
@@ -97,6 +106,7 @@ def trace(
         mesh, rank: where it runs.
         leaves, structure: the rank's arguments. Only shapes, strides, dtypes and devices of tensors are read.
         grads: whether the trace will be differentiated. Then functions with derivatives stand for weft's operators.
+        wrapped: the tensors that the function may read and that transforms around the call have wrapped.
 
     Raises:
         CaptureError: the function reads the values of tensors, writes one in place that is no argument, or draws random
@@ -104,11 +114,12 @@ def trace(
         DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value; or it
             registers a hook on a tensor, which would not be part of the trace.
     """
-    recorder = Recorder(name, grads)
+    recorder = Recorder(name, rank, grads, wrapped)
     device = default_device()
     with contextlib.ExitStack() as surroundings:
-        for context in (without_modes(), without_saved_tensors_hooks(), looping(None), torch.set_grad_enabled(grads)):
+        for context in (without_modes(), without_saved_tensors_hooks(), looping(None)):
             surroundings.enter_context(context)
+        surroundings.enter_context(torch.set_grad_enabled(grads or torch.is_grad_enabled()))
         surroundings.enter_context(placed(Place(mesh, rank, differentiated=grads)))
         arguments = [recorder.argument(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for inner in (recorder.fake, recorder, _Calls(recorder), device or contextlib.nullcontext()):
@@ -162,12 +173,15 @@ class Recorder(DispatchMode):
 
     Args:
         name: of the function.
+        rank: that it runs on.
         grads: whether the trace will be differentiated.
+        wrapped: as in `trace`.
     """
 
-    def __init__(self, name: str, grads: bool) -> None:
+    def __init__(self, name: str, rank: int, grads: bool, wrapped: Sequence[Tensor]) -> None:
         super().__init__()
         self.call = f"weft.shard({name}, ...)"
+        self.rank = rank
         self.grads = grads
         self.graph = Graph()
         self.fake = fake_tensors()
@@ -175,6 +189,7 @@ class Recorder(DispatchMode):
         self.closed_over = set[str]()
         self.cut: str | None = None
         """The first operator where autograd would not follow a value, as the trace's operators would."""
+        self._wrapped = {id(x): x for x in wrapped}
         self._nodes = dict[int, tuple[Tensor, Node]]()
         self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
 
@@ -188,11 +203,19 @@ class Recorder(DispatchMode):
             return tensor
         if id(tensor) not in self._stand_ins:
             check_tensors([tensor] * (not is_fake(tensor)), self.call, lambda: ["a tensor that it closes over"])
+            self._refuse_inner(tensor)
             node = self._read(tensor)
             self.closed_over.add(str(node.target))
-            fake = self._stand_in(tensor, node, self.grads and may_be_differentiated(tensor))
+            fake = self._stand_in(tensor, node, may_be_differentiated(tensor))
             self._stand_ins[id(tensor)] = (tensor, fake)
         return self._stand_ins[id(tensor)][1]
+
+    def _refuse_inner(self, tensor: Tensor) -> None:
+        """Raise CaptureError for a tensor that a transform inside the function has wrapped, before the trace saw it."""
+        if id(tensor) in self._wrapped or not is_functorch_wrapped_tensor(tensor) or not in_functorch_transform():
+            return
+        seen = f"a transform of torch.func inside it, of a tensor {list(tensor.shape)} that it closes over"
+        raise CaptureError(self.call, seen, "the tensor as an argument of f; or x * 1 for x in that call")
 
     def node_of(self, tensor: Tensor) -> Node:
         """The node that made a tensor."""
@@ -270,7 +293,7 @@ class Recorder(DispatchMode):
 
     def _argument_of_node(self, value: Any) -> Any:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            seen = f"{value}, a size that depends on the values of a tensor"
+            seen = f"rank {self.rank} reads the values of a tensor, on which the number {value} depends"
             raise CaptureError(self.call, seen, "torch.where, or a Python argument")
         return self.node_of(value) if isinstance(value, Tensor) else value
 
@@ -327,7 +350,7 @@ class _Calls(FunctionMode):
         if func in _OF_THE_OBJECT:
             return func(*args)
         args, kwargs = tree_map(lambda x: self.recorder.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        if func is Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         result = func(*args, **kwargs)
         if func in (Tensor.detach_, torch.detach_):
@@ -384,7 +407,10 @@ def layout_of(value: Tensor) -> tuple[Any, ...]:
 
 def may_be_differentiated(tensor: Tensor) -> bool:
     """Whether autograd, or a transform of torch.func, may track operations on a tensor of the caller."""
-    return tensor.requires_grad or is_functorch_wrapped_tensor(tensor) or is_differentiated(tensor)
+    if tensor.requires_grad or is_functorch_wrapped_tensor(tensor):
+        return True
+    with without_modes():
+        return is_differentiated(tensor)
 
 
 def has_derivatives(tensor: Tensor) -> bool:

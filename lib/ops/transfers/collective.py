@@ -1,5 +1,5 @@
 """Collectives between the ranks of a mesh, as functions and operators: `all_reduce`, `all_gather`, `reduce_scatter`,
-`all_to_all`. They run inside a function that `weft.shard` calls, once on each rank.
+`all_to_all`, `ppermute`. They run inside a function that `weft.shard` calls, once on each rank.
 
 The operator `weft::collective` has the effect as a text, so that a listing says what it does. A `Member` executes it: a
 rank among the others, for which a number stands, because an operator takes no objects (`weft.ops.transfers.transfer`).
@@ -18,7 +18,16 @@ from torch import Tensor
 from weft.arguments.checks import is_int, kind_of
 from weft.effects import parse_effect
 from weft.errors import DerivativeError, MeshError
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+    combine,
+    mistake_in_pairs,
+)
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import REDUCTIONS
 from weft.ops.register import define
@@ -135,6 +144,38 @@ def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tens
     place = _find_place(call, axis, x, dims=(split_dim, concat_dim), split=split_dim)
     group = place.mesh.group(place.rank, axis)
     return _call(place, x, AllToAll(group, split_dim=split_dim, concat_dim=concat_dim))
+
+
+def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
+    """The tensor of the rank that sends to this one along an axis, or zeros where none does: JAX's `ppermute`.
+
+    Args:
+        x, axis: as in `all_reduce`.
+        perm: the place along the axis of each sender, and that of its receiver. A place sends at most once, and
+            receives at most once.
+
+    Raises:
+        MeshError: as `all_reduce`; or places that the axis lacks, or that are there twice.
+
+    >>> import torch, weft
+    >>> shift = weft.shard(lambda x: ppermute(x, "tensor", [(0, 1)]), weft.Mesh(tensor=2), weft.Shard(0), weft.Shard(0))
+    >>> shift(torch.tensor([1.0, 2.0]))
+    tensor([0., 1.])
+    """
+    call = f"ppermute(x, {axis!r}, {perm!r:.60})"
+    place = _find_place(call, axis, x)
+    instead = "pairs of places along the axis, each once as a sender and once as a receiver: [(0, 1), (1, 0)]"
+    if not isinstance(perm, Sequence) or not all(_is_pair(pair) for pair in perm):
+        raise MeshError(call, f"perm is {perm!r:.60}", instead)
+    pairs = tuple((source, to) for source, to in perm)
+    group = place.mesh.group(place.rank, axis)
+    if mistake := mistake_in_pairs(pairs, len(group)):
+        raise MeshError(call, mistake, instead)
+    return _call(place, x, PPermute(group, pairs=pairs))
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, Sequence) and len(pair) == 2 and all(is_int(place) for place in pair)
 
 
 def axis_index(axis: str) -> int:

@@ -3,11 +3,12 @@
 import itertools
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies as st
+from hypothesis import find, given, strategies as st
 from refusal import refused
 from torch import Tensor
 
@@ -18,8 +19,10 @@ from weft.meshes.collectives import (
     AllReduce,
     AllToAll,
     Collective,
+    PPermute,
     ReduceScatter,
     combine,
+    impossible,
     reduced,
     with_schema,
 )
@@ -34,7 +37,20 @@ SCHEMAS = st.none() | st.builds(
 )
 MICROBATCHES, DIMS = st.integers(0, 9), st.integers(-3, 3)
 REDUCE = st.sampled_from(("sum", "max", "min"))
+
+
+@st.composite
+def permutations(draw: st.DrawFn) -> PPermute:
+    """Some of the ranks send to some of them."""
+    ranks = draw(RANKS)
+    places = range(len(ranks))
+    pairs = zip(draw(st.permutations(places)), draw(st.permutations(places)), strict=True)
+    count = draw(st.integers(0, len(ranks)))
+    return PPermute(ranks, draw(MICROBATCHES), draw(SCHEMAS), tuple(pairs)[:count])
+
+
 COLLECTIVES: st.SearchStrategy[Collective] = st.one_of(
+    permutations(),
     st.builds(AllReduce, RANKS, MICROBATCHES, SCHEMAS, REDUCE),
     st.builds(AllGather, RANKS, MICROBATCHES, SCHEMAS, DIMS),
     st.builds(ReduceScatter, RANKS, MICROBATCHES, SCHEMAS, REDUCE, DIMS),
@@ -55,12 +71,35 @@ def test_a_collective_prints_and_parses_back(effect: Collective) -> None:
         "all_gather sum dim 0 among 0, 1 [mb 0]",
         "reduce_scatter dim 0 among 0, 1 [mb 0]",
         "all_to_all dim 0 among 0, 1 [mb 0]",
+        "ppermute among 0, 1 [mb 0]",
+        "ppermute dim 0 0 to 1 among 0, 1 [mb 0]",
+        "all_reduce sum 0 to 1 among 0, 1 [mb 0]",
     ],
 )
 def test_options_that_a_collective_does_not_have_are_refused(line: str) -> None:
-    instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, or all_to_all dim 0 to 0"
+    instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, <any>, or ppermute 0 to 1, 1 to 0"
     with refused(ProgramError, f"parse_effect({line!r})", "a collective with other options", instead):
         parse_effect(line)
+
+
+def test_every_kind_of_collective_is_drawn() -> None:
+    for kind in get_args(Collective):
+        assert isinstance(find(COLLECTIVES, lambda effect, kind=kind: isinstance(effect, kind)), kind)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "mistake"),
+    [
+        (((0, 2),), "place 2 among 2 ranks"),
+        (((-1, 0),), "place -1 among 2 ranks"),
+        (((0, 1), (0, 0)), "place 0, which sends twice"),
+        (((0, 1), (1, 1)), "place 1, which receives twice"),
+    ],
+)
+def test_a_permutation_that_is_none_is_impossible(pairs: tuple[tuple[int, int], ...], mistake: str) -> None:
+    effect = PPermute((4, 5), pairs=pairs)
+    instead = "each place at most once as a sender and once as a receiver"
+    assert impossible(effect) == (f"'{effect}', with {mistake}", instead)
 
 
 def brute_force(effect: Collective, inputs: list[Tensor]) -> list[list[list[float]]]:
@@ -91,6 +130,10 @@ def brute_force(effect: Collective, inputs: list[Tensor]) -> list[list[list[floa
             return [cut(reduce(op), dim, rank) for rank in range(count)]
         case AllToAll(split_dim=split, concat_dim=concat):
             return [join([cut(own, split, rank) for own in values], concat) for rank in range(count)]
+        case PPermute(pairs=pairs):
+            zeros = [[0.0] * columns for _ in range(rows)]
+            by_receiver = {to: values[source] for source, to in pairs}
+            return [by_receiver.get(rank, zeros) for rank in range(count)]
 
 
 @given(COLLECTIVES.filter(lambda e: all(-2 <= getattr(e, n, 0) < 2 for n in ("dim", "split_dim", "concat_dim"))))

@@ -1,5 +1,6 @@
 """Placements: the parts of a tensor on the ranks are the whole, and those of torch's DTensor; and what is refused."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from weft.meshes.placements import (
     is_placement,
     on_axes,
     part_of,
+    same_parts,
     whole_of,
 )
 
@@ -37,11 +39,13 @@ INSTEAD = "Shard(dim), Replicate() or Partial(); PerRank() for a tuple of trees"
 PLACEMENTS = st.sampled_from((Replicate(), Shard(0), Shard(1), Shard(-1), Partial(), Partial("max"), Partial("min")))
 
 
-@given(st.tuples(PLACEMENTS, PLACEMENTS), st.sampled_from(((2, 3), (1, 4), (2, 2))))
-def test_the_parts_are_the_whole(placed: tuple[Placement, Placement], sizes: tuple[int, int]) -> None:
+@given(st.tuples(PLACEMENTS, PLACEMENTS), st.permutations(("a", "b")), st.sampled_from(((2, 3), (1, 4), (2, 2))))
+def test_the_parts_are_the_whole(placed: tuple[Placement, Placement], order: list[str], sizes: tuple[int, int]) -> None:
     mesh, value = Mesh(a=sizes[0], b=sizes[1]), torch.arange(12 * 24.0).reshape(12, 24)
-    parts = [part_of(value, placed, mesh, rank, "f()") for rank in mesh]
-    assert torch.equal(whole_of(parts, placed, mesh), value)
+    by_axis = dict(zip(order, placed, strict=True))
+    layout = on_axes(Placements(**by_axis), mesh, "f()")
+    parts = [part_of(value, layout, mesh, rank, "f()") for rank in mesh]
+    assert torch.equal(whole_of(parts, layout, mesh), value)
     assert len({part.shape for part in parts}) == 1
 
 
@@ -60,18 +64,20 @@ def test_the_parts_are_those_of_a_dtensor(rank: int) -> None:
     kinds = (TorchReplicate(), TorchShard(0), TorchShard(1))
     for placed in [(one, other) for one in kinds for other in kinds]:
         expected = distribute_tensor(value, theirs, placed, src_data_rank=None).to_local()
-        own = [as_placement(one, "f()") for one in placed]
-        assert torch.equal(part_of(value, own, mesh, rank, "f()"), expected), placed
+        own = dict(zip(mesh.sizes, placed, strict=True))
+        layout = on_axes(Placements(**own), mesh, "f()")
+        assert torch.equal(part_of(value, layout, mesh, rank, "f()"), expected), placed
 
 
 def test_shards_are_views_and_a_sum_is_on_the_first_rank() -> None:
     value, mesh = torch.ones(4), Mesh(a=2)
-    assert part_of(value, [Shard(0)], mesh, 1, "f()").untyped_storage().data_ptr() == value.data_ptr()
-    assert part_of(value, [Replicate()], mesh, 1, "f()") is value
-    sums = [part_of(value, [Partial()], mesh, rank, "f()").sum().item() for rank in mesh]
+    assert part_of(value, (("a", Shard(0)),), mesh, 1, "f()").untyped_storage().data_ptr() == value.data_ptr()
+    assert part_of(value, (("a", Replicate()),), mesh, 1, "f()") is value
+    sums = [part_of(value, (("a", Partial()),), mesh, rank, "f()").sum().item() for rank in mesh]
     assert sums == [4, 0]
-    assert whole_of([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 4.0])], [Partial("max")], mesh).tolist() == [3, 5]
-    assert whole_of([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 4.0])], [Partial("min")], mesh).tolist() == [1, 4]
+    terms = [torch.tensor([1.0, 5.0]), torch.tensor([3.0, 4.0])]
+    assert whole_of(terms, (("a", Partial("max")),), mesh).tolist() == [3, 5]
+    assert whole_of(terms, (("a", Partial("min")),), mesh).tolist() == [1, 4]
 
 
 def test_those_of_torch_stand_for_ours() -> None:
@@ -93,9 +99,36 @@ def test_placements_print_as_they_are_written(by_axis: dict[str, Placement]) -> 
 
 def test_an_axis_that_is_not_named_has_replicas() -> None:
     mesh = Mesh(data=2, tensor=2)
-    assert on_axes(Placements(tensor=Shard(0)), mesh, "f()") == (Replicate(), Shard(0))
-    assert on_axes(Replicate(), mesh, "f()") == (Replicate(), Replicate())
-    assert on_axes(Shard(1), Mesh(tensor=2), "f()") == (Shard(1),)
+    assert on_axes(Placements(tensor=Shard(0)), mesh, "f()") == (("tensor", Shard(0)), ("data", Replicate()))
+    assert on_axes(Replicate(), mesh, "f()") == (("data", Replicate()), ("tensor", Replicate()))
+    assert on_axes(Shard(1), Mesh(tensor=2), "f()") == (("tensor", Shard(1)),)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("x", "y", "z"), 2)))
+def test_the_axis_that_is_named_first_cuts_first(order: tuple[str, str]) -> None:
+    """JAX: `P((first, second))` numbers the blocks with the index along `first` in the higher place."""
+    mesh, value = Mesh(x=2, y=3, z=2), torch.arange(12.0)
+    first, second = order
+    layout = on_axes(Placements(**dict.fromkeys(order, Shard(0))), mesh, "f()")
+    blocks = value.view(mesh.sizes[first], mesh.sizes[second], -1)
+    for rank in mesh:
+        place = mesh.coordinates(rank)
+        assert torch.equal(part_of(value, layout, mesh, rank, "f()"), blocks[place[first], place[second]])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (Placements(a=Shard(0), b=Shard(1)), Placements(b=Shard(1), a=Shard(0)), True),
+        (Placements(a=Shard(0), b=Shard(0)), Placements(b=Shard(0), a=Shard(0)), False),
+        (Placements(a=Shard(0), b=Shard(-2)), Placements(b=Shard(0), a=Shard(0)), False),
+        (Placements(a=Shard(-1)), Placements(b=Replicate(), a=Shard(1)), True),
+        (Placements(a=Partial()), Placements(a=Replicate()), False),
+    ],
+)
+def test_the_order_counts_only_where_axes_cut_one_dimension(one: Placements, other: Placements, same: bool) -> None:
+    mesh = Mesh(a=2, b=2)
+    assert same_parts(on_axes(one, mesh, "f()"), on_axes(other, mesh, "f()"), ndim=2) == same
 
 
 @pytest.mark.parametrize(
@@ -142,4 +175,4 @@ def test_a_placement_that_is_none_is_named_with_its_axis() -> None:
 )
 def test_a_tensor_that_the_ranks_cannot_share_is_refused(dim: int, seen: str, instead: str) -> None:
     with refused(MeshError, "f()", seen, instead):
-        part_of(torch.ones(6, 5), [Shard(dim)], Mesh(a=3), 0, "f()")
+        part_of(torch.ones(6, 5), (("a", Shard(dim)),), Mesh(a=3), 0, "f()")

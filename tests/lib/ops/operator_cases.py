@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, combine
 from weft.ops import norm, requests, rotary
 from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
@@ -134,7 +134,13 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "quantize": [(randn(3, 200),)],
         "collective": [
             (torch.ones(4, 2), MEMBER, str(effect))
-            for effect in (AllReduce((0, 1)), AllGather((0, 1), dim=1), ReduceScatter((0, 1)), AllToAll((0, 1)))
+            for effect in (
+                AllReduce((0, 1)),
+                AllGather((0, 1), dim=1),
+                ReduceScatter((0, 1)),
+                AllToAll((0, 1)),
+                PPermute((0, 1), pairs=((0, 1), (1, 0))),
+            )
         ],
         "recv": [([torch.zeros(2), torch.zeros(3)], END, 0, 7)],
         "resolve_tokens": [

@@ -1,7 +1,7 @@
 """Collectives as functions: where they may be called, on what, and the texts of the errors."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from weft.ops.transfers.collective import (
     axis_index,
     axis_size,
     placed,
+    ppermute,
     reduce_scatter,
 )
 from weft.ops.transfers.transfer import register
@@ -28,10 +29,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "all_reduce(x, 'tensor')": lambda x: all_reduce(x, "tensor"),
     "all_gather(x, 'tensor', dim=0)": lambda x: all_gather(x, "tensor"),
     "reduce_scatter(x, 'tensor', dim=0)": lambda x: reduce_scatter(x, "tensor"),
+    "ppermute(x, 'tensor', [(0, 1)])": lambda x: ppermute(x, "tensor", [(0, 1)]),
     "all_to_all(x, 'tensor', split_dim=0, concat_dim=1)": lambda x: all_to_all(x, "tensor", split_dim=0, concat_dim=1),
     "axis_index('tensor')": lambda x: axis_index("tensor"),
     "axis_size('tensor')": lambda x: axis_size("tensor"),
 }
+PAIRS = "pairs of places along the axis, each once as a sender and once as a receiver: [(0, 1), (1, 0)]"
 OF_TENSORS = [call for call in CALLS if not call.startswith("axis")]
 
 
@@ -88,6 +91,24 @@ def test_what_is_no_tensor(call: str) -> None:
             lambda x: all_to_all(x, "tensor", split_dim=0, concat_dim=-3),
             "x [4, 3]",
             "one of its dimensions",
+        ),
+        (
+            "ppermute(x, 'tensor', [(0, 2)])",
+            lambda x: ppermute(x, "tensor", [(0, 2)]),
+            "place 2 among 2 ranks",
+            PAIRS,
+        ),
+        (
+            "ppermute(x, 'tensor', [(0, 1), (0, 0)])",
+            lambda x: ppermute(x, "tensor", [(0, 1), (0, 0)]),
+            "place 0, which sends twice",
+            PAIRS,
+        ),
+        (
+            "ppermute(x, 'tensor', {0: 1})",
+            lambda x: ppermute(x, "tensor", cast(Any, {0: 1})),
+            "perm is {0: 1}",
+            PAIRS,
         ),
     ],
 )

@@ -12,7 +12,7 @@ from interpreting import run_interpreted
 _COLLECTIVES = """
 import random, sys, time, torch
 from exchanging import Ranks, drawn, small_geometry
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, combine
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter, combine
 
 RANKS, SEED = int(sys.argv[1]), int(sys.argv[2])
 among = (*range(RANKS),)
@@ -27,6 +27,7 @@ def draw(number):
     effect = chance.choice([
         AllReduce(among, reduce_op=op), AllGather(among, dim=to),
         ReduceScatter(among, reduce_op=op, dim=dim), AllToAll(among, split_dim=dim, concat_dim=to),
+        PPermute(among, pairs=((RANKS - 1, 0), (0, 1))),
     ])
     dtype = chance.choice(DTYPES[:3] if isinstance(effect, AllReduce) and op == "sum" else DTYPES)
     every = [drawn(shape, dtype, chance.randrange(2**31)) for _ in among]

@@ -9,7 +9,7 @@ import attrs
 from weft.arguments.checks import COUNT_OR_NONE, Rule, check_values
 from weft.effects import Broadcast, Effect, Run, Send
 from weft.errors import CostError
-from weft.meshes.collectives import AllGather, AllReduce, Collective
+from weft.meshes.collectives import AllGather, AllReduce, Collective, PPermute
 from weft.transforms.pipelines.timing.events import ADVANCE
 
 _COST: Rule = (lambda value: 0 <= value < math.inf), "a finite number >= 0"
@@ -39,6 +39,7 @@ class Costs:
 
     In a collective of `n` ranks, each rank sends to each other what it needs, in one step: this takes one latency, and
     the time of `n - 1` times the rank's bytes, or the `n`-th part of that in `ReduceScatter` and `AllToAll`.
+    In a `PPermute` it sends its bytes once.
 
     An `AllReduce` takes the least of three times: that of one step; that of a ring, `2 (n - 1)` steps of an `n`-th part
     each (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"); and, if its
@@ -120,6 +121,8 @@ class Costs:
             return 0.0
         if isinstance(effect, AllReduce):
             return min(self.all_reduce_ways(effect).values())
+        if isinstance(effect, PPermute):
+            return self.transfer(effect, effect.ranks, size)
         sent = size if isinstance(effect, AllGather) else size / len(effect.ranks)
         return self.transfer(effect, effect.ranks, others * sent)
 

@@ -23,6 +23,7 @@ from weft.effects import (
     Fence,
     Program,
     Recv,
+    PPermute,
     ReduceScatter,
     Run,
     Schema,
@@ -117,6 +118,7 @@ CLOSED: dict[str, tuple[Collective, float]] = {
     "to three others": (AllGather((0, 1, 2, 3), schema=SCHEMA), LATENCY + 3 * BYTES),
     "a part to each": (ReduceScatter((0, 1, 2, 3), schema=SCHEMA), LATENCY + 3 / 4 * BYTES),
     "a part from each": (AllToAll((0, 1, 2, 3), schema=SCHEMA), LATENCY + 3 / 4 * BYTES),
+    "once": (PPermute((0, 1, 2), schema=SCHEMA, pairs=((0, 1), (1, 2))), LATENCY + BYTES),
     "alone": (AllReduce((0,), schema=SCHEMA), 0.0),
     "a ring": (
         AllReduce((0, 1, 2, 3), schema=Schema((TensorSchema("x", (1024, 1024), torch.bfloat16),))),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, combine
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.ends.gloo import GlooEnd
 from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
@@ -30,6 +30,7 @@ def effects(ranks: tuple[int, ...]) -> list[tuple[Collective, int]]:
         (AllToAll(ranks, split_dim=0, concat_dim=1), others * part),
         (AllToAll(ranks, split_dim=-1, concat_dim=0), others * part),
         (AllToAll(ranks, split_dim=1, concat_dim=1), others * part),
+        (PPermute(ranks, pairs=tuple((i, (i + 1) % len(ranks)) for i in range(len(ranks)))), whole),
     ]
 
 
@@ -132,4 +133,6 @@ def test_nccl_receives_a_part_of_each_rank(effect: Collective, count: int, rank:
     end = NcclEnd(given, torch.device("cpu"), None)
     end._groups["ranks 0,1,2"] = group
     assert torch.equal(end.perform(effect, inputs()[rank], 0), combine(effect, inputs())[rank])
+    if isinstance(effect, PPermute):  # which NCCL gathers
+        count *= len(RANKS) - 1
     assert group.received == count

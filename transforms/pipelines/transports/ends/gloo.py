@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError, RankError
-from weft.meshes.collectives import Collective, cut, join
+from weft.meshes.collectives import Collective, cut, goes, join
 from weft.torchapi.distributed import gloo_group
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 from weft.transforms.pipelines.transports.watching.monitor import CAPACITY, Monitor
@@ -33,16 +33,18 @@ class GlooEnd:
         self._group = gloo_group("gloo", monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._address)
 
     def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
-        """Send each of the others its part of the tensor, or the whole, and join theirs in the order of the ranks."""
-        own, parts = self.monitor.rank, dict(zip(effect.ranks, cut(effect, x), strict=True))
-        others = [rank for rank in effect.ranks if rank != own] if x.numel() else []
-        for peer in others:
-            self.send([parts[peer].contiguous()], peer, tag)
-        mine = parts[own].contiguous()
-        every = {rank: mine if rank == own else torch.empty_like(mine) for rank in effect.ranks}
-        for peer in others:
-            self.recv([every[peer]], peer, tag)
-        return join(effect, [*every.values()]).clone(memory_format=torch.contiguous_format)
+        """Send the others their parts of the tensor, or the whole, and join theirs in the order of the ranks."""
+        place, parts = effect.ranks.index(self.monitor.rank), cut(effect, x)
+        others = [other for other in range(len(effect.ranks)) if other != place] if x.numel() else []
+        for other in others:
+            if goes(effect, place, other):
+                self.send([parts[other].contiguous()], effect.ranks[other], tag)
+        mine = parts[place].contiguous()
+        every = [mine if other == place else torch.empty_like(mine) for other in range(len(effect.ranks))]
+        for other in others:
+            if goes(effect, other, place):
+                self.recv([every[other]], effect.ranks[other], tag)
+        return join(effect, every, place).clone(memory_format=torch.contiguous_format)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= self._capacity(peer):

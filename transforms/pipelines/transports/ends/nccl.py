@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, Collective, cut, join
+from weft.meshes.collectives import AllGather, AllReduce, Collective, PPermute, cut, join
 from weft.torchapi.distributed import nccl_group
 from weft.transforms.graphs.graphified import clear_caches
 from weft.transforms.pipelines.transports.messaging.messages import DeviceEvent, as_bytes
@@ -73,14 +73,14 @@ class NcclEnd:
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
         """Exchange what each rank gets of the others' tensors, and join it in the order of the ranks, so that all get
-        the same bits."""
+        the same bits. Tensors that are permuted are gathered."""
         group, parts = self._members(effect.ranks), cut(effect, x)
         every = torch.empty(parts.shape, dtype=x.dtype, device=x.device)
-        if x.numel() and isinstance(effect, AllReduce | AllGather):
+        if x.numel() and isinstance(effect, AllReduce | AllGather | PPermute):
             group._allgather_base(every, x.contiguous()).wait()
         elif x.numel():
             group.alltoall_base(every, parts.contiguous(), [], []).wait()
-        return join(effect, list(every)).contiguous()
+        return join(effect, list(every), effect.ranks.index(self.monitor.rank)).contiguous()
 
     def _members(self, ranks: tuple[int, ...]) -> Any:
         """The communicator of the ranks of a collective, made when they first meet."""

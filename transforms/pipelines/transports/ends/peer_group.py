@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, combine, join
 from weft.meshes.placements import reduced
 from weft.ops.tiles.tile import cdiv
 from weft.ops.transfers.peer_exchange_triton import Group, Pieces, exchange
@@ -44,6 +44,8 @@ class PeerGroup:
                 return self._reduced(x, None, reduce_op)
             case ReduceScatter(reduce_op=reduce_op, dim=dim):
                 return self._reduced(x, dim, reduce_op)
+            case PPermute():
+                return join(effect, self._joined(x[None], None, 0).unbind(0), self.group.own)
 
     def _reduced(self, x: Tensor, split: int | None, reduce_op: str) -> Tensor:
         """The sum (maximum, minimum) of the pieces for this rank."""
