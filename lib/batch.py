@@ -15,7 +15,7 @@ from weft.errors import DescriptorError, ProgramError
 from weft.outputs import PerRequest, PerToken
 from weft.splitting import cut_sized, find_bounds, read_starts
 from weft.torchapi.private import to_device
-from weft.trees import axes, descriptor_field, pytree
+from weft.trees import OF_THIS_VALUE, axes, descriptor_field, pytree
 
 LAST_TOKEN = -1
 """In `Batch.input_ids`: the request's last sampled token, which only the state knows."""
@@ -317,7 +317,7 @@ class ResolvedBatch(Summarized):
     extras: dict[str, PerRequest] = attrs.field(factory=dict)
     carried: Mapping[str, PerRequest] = attrs.field(factory=dict)
     token_extras: dict[str, Tensor] = attrs.field(factory=dict)
-    plans: dict[Any, Any] = attrs.field(factory=dict, init=False)
+    plans: dict[Any, Any] = attrs.field(factory=dict, init=False, metadata=OF_THIS_VALUE)
 
     def per_token(self, values: PerRequest | Tensor) -> Tensor:
         """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...].

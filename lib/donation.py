@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.containers import changed_container, containers_in
 from weft.errors import ArgumentError, DonatedError
-from weft.trees import tree_leaves, tree_map
+from weft.trees import built, class_fields, tree_leaves, tree_map
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep 
 def donatable(cls: C) -> C:
     """Let `donate` empty the instances of a frozen attrs class.
 
-    The class has slots, and a field `_taken_by: str = attrs.field(default="", init=False, ...)`.
+    The class has slots, and a field `_taken_by: str = attrs.field(default="", init=False, metadata=OF_THIS_VALUE)`.
     """
 
     def missing(self: Any, name: str) -> NoReturn:
@@ -91,7 +91,7 @@ def donate(tree: T, *, to: str) -> T:
 
 def _move_node(node: Any, to: str) -> Any:
     kind: Any = type(node)
-    moved = kind(**{name: getattr(node, name) for name in _names_of(kind)})
+    moved = built(kind, [(name, getattr(node, name)) for name in class_fields(kind).names])
     take_node(node, to)
     return moved
 
@@ -110,15 +110,10 @@ def take_node(node: Any, to: str) -> None:
         DonatedError: it was emptied before.
     """
     kind: Any = type(node)
-    for name in _names_of(kind):
+    for name in class_fields(kind).names:
         getattr(node, name)
         object.__delattr__(node, name)
     object.__setattr__(node, "_taken_by", to)
-
-
-@functools.lru_cache(maxsize=64)
-def _names_of(cls: type) -> tuple[str, ...]:
-    return tuple(f.name for f in attrs.fields(cls) if f.init)
 
 
 def refuse_donated(value: Any, *, call: str) -> None:

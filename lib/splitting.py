@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi.private import in_dispatch_mode
-from weft.trees import Axes, map_sized
+from weft.trees import Axes, map_sized, replaced
 
 Spans = Mapping[str, tuple[int, int]]
 """The start and the end of a part, by axis."""
@@ -51,7 +51,7 @@ def cut_sized(batch: Any, spans: Spans, descriptor: Any, starts: str | None = No
     if starts is None:
         return part
     found = getattr(part, starts)
-    return attrs.evolve(part, **{starts: found - found[:1]})
+    return replaced(part, {starts: found - found[:1]})
 
 
 def _span(spans: Spans, name: str | None) -> slice:

@@ -18,7 +18,7 @@ from weft.outputs import Output, PerRequest
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.torchapi.private import to_device
-from weft.trees import pytree
+from weft.trees import OF_THIS_VALUE, pytree
 
 
 @pytree
@@ -121,7 +121,7 @@ class State(Summarized):
     carried: Carried | None = None
     found: Tensor | None = None
     beside: dict[str, Tensor] = attrs.field(factory=dict)
-    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
+    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata=OF_THIS_VALUE)
 
     @classmethod
     def zeros(

@@ -6,6 +6,7 @@ A *sized* class declares, for each tensor field, the dimensions that follow the 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch import Size, Tensor
 from weft.arguments.checks import kind_of
 from weft.errors import DescriptorError, TreeError
 from weft.torchapi.private import children_of, pytree as _pytree, pytree_node, unnamed_children
-from weft.value_keys import value_key
+from weft.value_keys import EXACT, value_key
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
@@ -25,8 +26,13 @@ tree_unflatten = _pytree.tree_unflatten
 keystr = _pytree.keystr
 
 _AXES, _STATIC, _DESCRIPTOR = "weft.axes", "weft.static", "weft.descriptor"
+_OF_THIS_VALUE = "weft.of_this_value"
+_HASH = "_attrs_cached_hash"
+"""The attribute in which attrs caches a hash."""
 OF_THIS_PROCESS = {"weft.of_this_process": True}
 """The metadata of a field whose value may differ from rank to rank."""
+OF_THIS_VALUE = {_OF_THIS_VALUE: True}
+"""The metadata of a field that is no part of the tree: a value that is made of another one has the field's default."""
 _FIELDS, _SIZED = "__weft_fields__", "__weft_sized__"
 
 
@@ -156,6 +162,61 @@ def descriptor_field() -> dict[str, Any]:
     return {_STATIC: True, _DESCRIPTOR: True}
 
 
+@attrs.frozen
+class ClassFields:
+    """The fields of an attrs class.
+
+    Args:
+        names: those that are part of a tree, also those that `__init__` does not take.
+        fresh: the others (`OF_THIS_VALUE`), each with a function that makes its default; and the attribute in which
+            attrs caches a hash, if the class has one.
+    """
+
+    names: tuple[str, ...]
+    fresh: tuple[tuple[str, Callable[[], Any]], ...]
+
+
+@lru_cache(maxsize=256)
+def class_fields(cls: type) -> ClassFields:
+    """The fields of an attrs class."""
+    fields = attrs.fields(cls)
+    names = tuple(f.name for f in fields if not f.metadata.get(_OF_THIS_VALUE))
+    fresh = [(f.name, _maker(f.default)) for f in fields if f.metadata.get(_OF_THIS_VALUE)]
+    hashing = getattr(cls.__hash__, "__code__", None)
+    if hashing is not None and _HASH in hashing.co_names:
+        fresh.append((_HASH, _maker(None)))
+    return ClassFields(names, tuple(fresh))
+
+
+def _maker(default: Any) -> Callable[[], Any]:
+    """A function that makes the default of a field."""
+    factory: Callable[[], Any] | None = getattr(default, "factory", None)
+    return (lambda: default) if factory is None else factory
+
+
+def built(cls: type, values: Iterable[tuple[str, Any]]) -> Any:
+    """A value of an attrs class with these fields by name, made without a call of its class.
+
+    `__init__`, converters, validators and `__attrs_post_init__` make a value from what a user writes. They would
+    change or refuse what a transform puts into a value that exists: traced tensors, axes, gradients, marks.
+    """
+    node = object.__new__(cls)
+    write = object.__setattr__
+    for name, value in values:
+        write(node, name, value)
+    for name, make in class_fields(cls).fresh:
+        write(node, name, make())
+    return node
+
+
+def replaced(node: T, values: Mapping[str, Any]) -> T:
+    """A value like `node` with other values in some fields, made without a call of its class."""
+    names = class_fields(type(node)).names
+    pairs = [(name, values[name] if name in values else getattr(node, name)) for name in names]
+    changed: T = built(type(node), pairs)
+    return changed
+
+
 @attrs.frozen(hash=True)
 class Context:
     """The static fields of a node, and its optional fields that are None, as part of a tree's structure."""
@@ -176,8 +237,6 @@ class NodeFields:
     children: tuple[str, ...]
     statics: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    arguments: Mapping[str, str] = attrs.field(factory=dict)
-    """The argument of the constructor for each field: `_weight` is given as `weight`."""
 
     def of(self, context: Context) -> tuple[str, ...]:
         """The fields that are the children of a node with this context."""
@@ -197,8 +256,11 @@ def node_fields(cls: type) -> NodeFields | None:
 def pytree(cls: C) -> C:
     """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
 
-    A field without `axes` that is None is structure too: transforms of torch.func refuse trees with a leaf that is
-    None.
+    All fields count, also those that `__init__` does not take. A field without `axes` that is None is structure too:
+    transforms of torch.func refuse trees with a leaf that is None.
+
+    Transforms make values of the class without calling it. So `__init__`, converters, validators and
+    `__attrs_post_init__` run where you write the class's name, and nowhere else.
 
     Args:
         cls: the class; `@weft.pytree` stands above `@attrs.frozen`.
@@ -215,31 +277,44 @@ def pytree(cls: C) -> C:
     [1, 2, 3]
 
     Raises:
-        TreeError: it is not an attrs class, or not a frozen one.
+        TreeError: it is not an attrs class, or not a frozen one, or torch's pytree knows it already. Also, where a
+            value of the class is used as a tree: a static field holds a tensor, or a value that cannot be hashed.
     """
     name = getattr(cls, "__name__", str(cls))
+    call = f"weft.pytree({name})"
     if not hasattr(cls, "__attrs_attrs__"):
         kind = "a dataclass" if hasattr(cls, "__dataclass_fields__") else "no attrs class"
-        raise TreeError(f"weft.pytree({name})", kind, f"@weft.pytree, then @attrs.frozen, then class {name}: ...")
-    fields = [f for f in attrs.fields(cls) if f.init]
+        raise TreeError(call, kind, f"@weft.pytree, then @attrs.frozen, then class {name}: ...")
+    if getattr(cls.__setattr__, "__name__", "") != "_frozen_setattrs":
+        raise TreeError(call, "a class whose fields can change", "@attrs.frozen in place of @attrs.define")
+    if pytree_node(cls) is not None:
+        if node_fields(cls) is not None:
+            return cls
+        seen = "a class that is registered with torch's pytree"
+        raise TreeError(call, seen, "one of the two: weft's transforms take it as torch knows it")
+    fields = [f for f in attrs.fields(cls) if f.name in class_fields(cls).names]
     children = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
     statics = tuple(f.name for f in fields if f.metadata.get(_STATIC))
     optional = tuple(f.name for f in fields if not {_AXES, _STATIC} & f.metadata.keys())
-    if getattr(cls.__setattr__, "__name__", "") != "_frozen_setattrs":
-        raise TreeError(
-            f"weft.pytree({name})", "a class whose fields can change", "@attrs.frozen in place of @attrs.define"
-        )
-    names = NodeFields(children, statics, optional, {f.name: f.alias or f.name for f in fields})
+    names = NodeFields(children, statics, optional)
 
     def flatten(node: Any) -> tuple[list[Any], Context]:
         absent = tuple(name for name in optional if getattr(node, name) is None)
         values = [getattr(node, name) for name in children if name not in absent]
-        return values, Context(tuple(getattr(node, name) for name in statics), absent)
+        static_values = tuple(getattr(node, name) for name in statics)
+        for static_name, value in zip(statics, static_values, strict=True):
+            _check_static(cls, static_name, value)
+        return values, Context(static_values, absent)
 
     def unflatten(values: Iterable[Any], context: Context) -> Any:
-        own = dict(zip(names.of(context), values, strict=True)) | dict.fromkeys(context.absent)
-        own |= dict(zip(statics, context.values, strict=True))
-        return cls(**{names.arguments[name]: value for name, value in own.items()})
+        return built(
+            cls,
+            [
+                *zip(names.of(context), values, strict=True),
+                *((name, None) for name in context.absent),
+                *zip(statics, context.values, strict=True),
+            ],
+        )
 
     def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Context]:
         values, context = flatten(node)
@@ -255,6 +330,22 @@ def pytree(cls: C) -> C:
     )
     type.__setattr__(cls, _FIELDS, names)
     return cls
+
+
+def _check_static(cls: type, name: str, value: Any) -> None:
+    """Raise TreeError if a static field holds a tensor, which a structure cannot compare, or what cannot be hashed."""
+    kind = type(value)
+    if kind in EXACT:
+        return
+    call = f"{cls.__name__}({name}={value!r:.60})"
+    is_tree = isinstance(value, Tensor | tuple) or pytree_node(kind) is not None
+    if is_tree and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        raise TreeError(call, f"a tensor in {name}, a static field", f"{name} without weft.static()")
+    try:
+        hash(value)
+    except TypeError as error:
+        instead = f"a value that can be hashed, such as a tuple; or {name} without weft.static()"
+        raise TreeError(call, f"a static field that cannot be hashed ({error})", instead) from None
 
 
 def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
@@ -293,8 +384,6 @@ class SizedFields:
     axes: Mapping[str, Axes]
     descriptors: tuple[str, ...]
     parts: tuple[str, ...]
-    arguments: Mapping[str, str]
-    """The argument of the constructor for each field."""
 
 
 def sized_class_fields(kind: type) -> SizedFields | None:
@@ -309,9 +398,9 @@ def sized_class_fields(kind: type) -> SizedFields | None:
     fields = attrs.fields(kind)
     axes = {f.name: f.metadata[_AXES] for f in fields if _AXES in f.metadata}
     descriptors = tuple(f.name for f in fields if f.metadata.get(_DESCRIPTOR))
-    parts = tuple(f.name for f in fields if f.init and not {_AXES, _STATIC} & f.metadata.keys())
-    arguments = {f.name: f.alias or f.name for f in fields}
-    found = SizedFields(MappingProxyType(axes), descriptors, parts, arguments) if axes else None
+    plain = [f.name for f in fields if not {_AXES, _STATIC} & f.metadata.keys()]
+    parts = tuple(name for name in plain if name in class_fields(kind).names)
+    found = SizedFields(MappingProxyType(axes), descriptors, parts) if axes else None
     type.__setattr__(kind, _SIZED, (fields, found))
     return found
 
@@ -358,7 +447,7 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None
         changes |= {name: _map_values(change, getattr(node, name)) for name in fields.parts}
         if descriptor is not None:
             changes |= dict.fromkeys(fields.descriptors, descriptor)
-        return attrs.evolve(node, **{fields.arguments[name]: value for name, value in changes.items()})
+        return replaced(node, changes)
 
     made: T = _map_values(change, tree)
     return made

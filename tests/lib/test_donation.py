@@ -17,7 +17,7 @@ from weft.donation import clone, donatable, donate, donated_argnames, donates, r
 from weft.errors import ArgumentError, DonatedError
 from weft.proofs.laws import assert_equal
 from weft.state import State
-from weft.trees import pytree, static, tree_leaves, tree_map
+from weft.trees import OF_THIS_VALUE, pytree, static, tree_leaves, tree_map
 
 INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
 
@@ -32,7 +32,7 @@ def state() -> State:
 class Pair:
     x: Tensor
     name: str = attrs.field(default="", metadata=static())
-    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
+    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata=OF_THIS_VALUE)
 
 
 def test_a_state_is_moved_from() -> None:

@@ -2,23 +2,37 @@
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given, settings, strategies as st
+from hypothesis import find, given, settings, strategies as st
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
+import weft
 from weft.arguments.checks import kind_of
 from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError, TreeError
 from weft.outputs import Output
+from weft.padding import pad, unpad
 from weft.proofs.laws import assert_equal
+from weft.proofs.strategies.tree_classes import (
+    CLASS_OPTIONS,
+    CLASS_OPTIONS_NOT_DRAWN,
+    FIELD_OPTIONS,
+    FIELD_OPTIONS_NOT_DRAWN,
+    TreeValue,
+    options_of,
+    tree_values,
+)
+from weft.splitting import cut_sized
 from weft.trees import (
+    OF_THIS_VALUE,
     Axes,
     axes,
     descriptor_field,
@@ -26,6 +40,7 @@ from weft.trees import (
     leaf_axes,
     leaves_with_names,
     map_sized,
+    node_fields,
     pytree,
     sized_fields,
     static,
@@ -39,13 +54,18 @@ from weft.trees import (
 LAW = "a class is a tree"
 
 
+@attrs.frozen
+class Length(Descriptor):
+    steps: int
+
+
 @pytree
 @attrs.frozen(eq=False)
 class Layer:
     w: Any
     b: Any = None
     rate: float = attrs.field(default=1.0, metadata=static(), kw_only=True)
-    made: int = attrs.field(default=7, init=False)
+    made: int = attrs.field(default=7, init=False, metadata=static())
 
 
 def layer(rate: float = 2.0) -> Layer:
@@ -123,9 +143,26 @@ def test_paths_are_what_one_would_write() -> None:
     assert leaves_with_names(3) == [("", 3)]
 
 
-def test_a_field_that_is_not_given_is_not_a_child() -> None:
+def test_a_field_that_init_does_not_take_is_carried_along() -> None:
     assert tree_leaves(Layer(1, 2)) == [1, 2]
-    assert tree_map(lambda x: x, Layer(1, 2)).made == 7
+    changed = Layer(1, 2)
+    object.__setattr__(changed, "made", 8)
+    assert tree_map(lambda x: x, changed).made == 8
+
+
+def test_a_field_of_this_value_is_made_anew() -> None:
+    @pytree
+    @attrs.frozen(eq=False)
+    class Noted:
+        x: Tensor
+        notes: list[str] = attrs.field(factory=list, init=False, metadata=OF_THIS_VALUE)
+        mark: str = attrs.field(default="", init=False, metadata=OF_THIS_VALUE)
+
+    noted = Noted(torch.ones(1))
+    noted.notes.append("one")
+    object.__setattr__(noted, "mark", "one")
+    again = tree_map(lambda x: x, noted)
+    assert (again.notes, again.mark, len(tree_leaves(noted))) == ([], "", 1)
 
 
 @pytree
@@ -217,6 +254,152 @@ def test_a_sized_field_that_holds_no_tensor_is_named(value: Any) -> None:
         leaf_axes({"g": wrong})
     assert error.value.call.startswith("Grid(maybe=")
     assert error.value.seen == f"{kind_of(value)} in a field with axes('rows')"
+
+
+APPLIED: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
+    "tree_map": lambda double, value: tree_map(lambda x: x * 2, value),
+    "vmap": lambda double, value: vmap(double)(value),
+    "jvp": lambda double, value: jvp(double, (value,), (value,))[1],
+    "grad": lambda double, value: grad(lambda v: sum((x * x).sum() for x in tree_leaves(v)))(value),
+    "graphify": lambda double, value: weft.graphify(double)(value),
+    "shard": lambda double, value: weft.shard(double, weft.Mesh(d=2), weft.Shard(0), weft.Shard(0))(value),
+    "while_loop": lambda double, value: weft.while_loop(
+        lambda carry: carry[1] < 1, lambda carry: (double(carry[0]), carry[1] + 1), (value, torch.zeros(()))
+    )[0],
+}
+"""Ways to double every tensor of a value, each of which takes the value apart and makes others of its class."""
+
+
+def check_that_nothing_constructs(drawn: TreeValue, name: str) -> None:
+    def double(value: Any) -> Any:
+        return tree_map(lambda x: x * 2, value)
+
+    changed = APPLIED[name](double, drawn.value)
+    assert drawn.calls == []
+    assert type(changed) is type(drawn.value)
+    for field, tensor in drawn.children.items():
+        assert getattr(changed, field).tolist() == (tensor * 2).tolist()
+    assert {field: getattr(changed, field) for field in drawn.statics} == drawn.statics
+    hash(changed)
+
+
+@pytest.mark.parametrize("name", APPLIED)
+@settings(deadline=None, max_examples=15)
+@given(drawn=tree_values())
+def test_transforms_make_values_without_a_call_of_their_class(name: str, drawn: TreeValue) -> None:
+    check_that_nothing_constructs(drawn, name)
+
+
+def test_the_test_above_finds_an_unflattening_that_constructs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def constructed(cls: Any, values: Any) -> Any:
+        aliases = {f.name: f.alias for f in attrs.fields(cls) if f.init}
+        return cls(**{aliases[name]: value for name, value in values if name in aliases})
+
+    monkeypatch.setattr("weft.trees.built", constructed)
+    find(tree_values(), _constructs, settings=settings(database=None, deadline=None))
+
+
+def _constructs(drawn: TreeValue) -> bool:
+    try:
+        check_that_nothing_constructs(drawn, "tree_map")
+    except AssertionError:
+        return True
+    return False
+
+
+def test_every_option_of_attrs_is_drawn_or_has_a_reason() -> None:
+    drawn = CLASS_OPTIONS.keys() | CLASS_OPTIONS_NOT_DRAWN
+    assert options_of(attrs.frozen) <= drawn
+    assert options_of(attrs.field) <= {*FIELD_OPTIONS, *FIELD_OPTIONS_NOT_DRAWN}
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Doubled:
+    """A batch whose class doubles what it is given."""
+
+    length: Length = attrs.field(metadata=descriptor_field())
+    x: Tensor = attrs.field(metadata=axes("steps"), converter=lambda x: x + 1)
+    total: Tensor = attrs.field(init=False, metadata=axes(None))
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "x", self.x * 2)
+        object.__setattr__(self, "total", self.x.sum()[None])
+
+
+def test_padding_and_cutting_do_not_construct() -> None:
+    batch = Doubled(Length(4), torch.arange(4.0))
+    padded = pad(batch, Length(6))
+    assert padded.x.tolist() == [2.0, 4.0, 6.0, 8.0, 0.0, 0.0]
+    assert padded.total.item() == 20.0
+    assert unpad(padded, Length(4)).x.tolist() == batch.x.tolist()
+    assert weft.graphify(lambda b: b, ladder=[Length(6)])(batch).x.tolist() == batch.x.tolist()
+    part = cut_sized(batch, {"steps": (1, 3)}, Length(2), "x")
+    assert part.x.tolist() == [0.0, 2.0]
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Tagged:
+    x: Tensor
+    tag: Any = attrs.field(default=None, metadata=static())
+
+
+@pytest.mark.parametrize("name", APPLIED)
+@pytest.mark.parametrize(
+    ("tag", "shown", "seen", "instead"),
+    [
+        (
+            [1, 2],
+            "[1, 2]",
+            "a static field that cannot be hashed (unhashable type: 'list')",
+            "a value that can be hashed, such as a tuple; or tag without weft.static()",
+        ),
+        (
+            {"a": 1},
+            "{'a': 1}",
+            "a static field that cannot be hashed (unhashable type: 'dict')",
+            "a value that can be hashed, such as a tuple; or tag without weft.static()",
+        ),
+        (torch.ones(2), "tensor([1., 1.])", "a tensor in tag, a static field", "tag without weft.static()"),
+        ((torch.ones(2),), "(tensor([1., 1.]),)", "a tensor in tag, a static field", "tag without weft.static()"),
+        (Layer(torch.ones(1)), None, "a tensor in tag, a static field", "tag without weft.static()"),
+    ],
+)
+def test_static_fields_that_a_structure_cannot_compare_are_refused(
+    name: str, tag: Any, shown: str | None, seen: str, instead: str
+) -> None:
+    with pytest.raises(TreeError) as error:
+        APPLIED[name](lambda value: value, Tagged(torch.ones(4), tag))
+    assert shown is None or error.value.call == f"Tagged(tag={shown})"
+    assert (error.value.seen, error.value.instead) == (seen, instead)
+
+
+@pytest.mark.parametrize(
+    "tag", [None, "a", 1.0, (1, ("b",)), slice(0, 1).indices(2), Length, len, BatchDescriptor(2, 1)]
+)
+def test_static_fields_that_can_be_hashed_are_carried_along(tag: Any) -> None:
+    assert weft.graphify(lambda value: value)(Tagged(torch.ones(2), tag)).tag == tag
+
+
+def test_a_class_may_be_registered_twice() -> None:
+    before = node_fields(Layer)
+    assert pytree(Layer) is Layer
+    assert node_fields(Layer) is before
+
+
+def test_a_class_that_torchs_pytree_knows_is_refused_by_name() -> None:
+    @attrs.frozen
+    class Known:
+        x: Any
+
+    torch_pytree.register_pytree_node(Known, lambda k: ([k.x], None), lambda values, _: Known(*values))
+    with pytest.raises(TreeError) as error:
+        pytree(Known)
+    assert str(error.value) == (
+        "weft.pytree(Known)\n  saw: a class that is registered with torch's pytree\n"
+        "  instead: one of the two: weft's transforms take it as torch knows it"
+    )
 
 
 ANY_TREE = st.recursive(

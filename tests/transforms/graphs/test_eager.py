@@ -13,7 +13,7 @@ from weft.donation import donatable
 from weft.errors import DonatedError, StaleResultError
 from weft.proofs.laws import assert_equal
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import pytree, static
+from weft.trees import OF_THIS_VALUE, pytree
 
 X = torch.arange(3.0)
 
@@ -24,7 +24,7 @@ X = torch.arange(3.0)
 class Pair:
     first: Tensor
     second: Tensor
-    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata=static())
+    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata=OF_THIS_VALUE)
 
 
 @pytest.mark.parametrize("replay", [True, False])
