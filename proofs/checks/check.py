@@ -1,5 +1,6 @@
 """`check`: weft's laws of pure functions, checked on a function of the user's."""
 
+import pickle
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from weft.proofs.checks.code import Writer
 from weft.proofs.checks.difference import ATOL, RTOL, LawViolation
 from weft.proofs.checks.elements import Tolerance
 from weft.proofs.checks.equivalence import Counterexample
+from weft.proofs.checks.fresh import FreshProcesses
 from weft.proofs.checks.search import (
     as_given,
     check_arguments,
@@ -28,7 +30,7 @@ from weft.proofs.checks.search import (
     remembered,
     search,
 )
-from weft.proofs.checks.subject import Arguments, Subject
+from weft.proofs.checks.subject import Arguments, Outcome, Subject, kinds
 from weft.proofs.checks.user_laws import LAWS, UserLaw
 from weft.stages.choices import pick_device
 from weft.transforms.graphs.graphified import Graphified
@@ -77,6 +79,11 @@ def check(
 
     An example is a sequence of calls, so that replays of different calls follow one another: on tapes if the arguments
     are on a CPU, on CUDA graphs if they are on a GPU. Each call gets the donated arguments that the last one returned.
+
+    A value that the function keeps from its first call for later ones shows in two ways. A call of each kind is
+    captured before the function itself is called, and captures refuse kept tensors and host reads. And on Linux `pure`
+    compares the last call of each example with the same call in a forked process that has seen no other, if the
+    arguments and the result are on the CPU, can be pickled and are not large.
 
     Args:
         f: the function, or the result of `graphify` with its options.
@@ -127,12 +134,21 @@ def check(
         return bound
 
     rows: list[Row] = []
-    with warnings.catch_warnings():
+    _warm_up()
+    with warnings.catch_warnings(), FreshProcesses(subject.answer) as processes:
+        subject = attrs.evolve(subject, processes=processes)
+        first_calls = _FirstCalls(subject)
         warnings.filterwarnings("ignore", ".*calls captured a graph", RuntimeWarning)  # by calls of other params
         for law in chosen:
-            rows.append(_row(subject, law, examples, prepared, max_examples, rows))
+            rows.append(_row(subject, law, examples, prepared, max_examples, rows, first_calls))
     _show(subject, rows, console or Console(highlight=False))
     _raise_first(f, rows, options)
+
+
+def _warm_up() -> None:
+    """Do once what Python and torch do at a first capture, which every forked process would do again."""
+    example = pickle.loads(pickle.dumps(Outcome(copies(torch.ones(1)))))
+    graphify(lambda x: x + 1)(example.result)
 
 
 def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> list[UserLaw]:
@@ -177,6 +193,7 @@ def _row(
     prepared: Callable[[Any], Arguments],
     max_examples: int | None,
     before: Sequence[Row],
+    first_calls: "_FirstCalls",
 ) -> Row:
     """Check one law, unless it does not apply, or the function is already known not to be pure."""
     if needs := law.needs(subject):
@@ -189,6 +206,7 @@ def _row(
         nonlocal total, last
         calls = last = [prepared(arguments) for arguments in drawn]
         try:
+            first_calls.audit(calls, refuse=law.captures)
             total += law.run(subject, calls)
         except LawViolation as error:
             raise _Broken(error, calls) from error.__cause__
@@ -197,11 +215,12 @@ def _row(
             raise
 
     title = f"check({subject.name}), law {law.name!r}"
-    found = (
-        search(run, examples, title, (subject.graph,), _count(max_examples))
-        if is_strategy(examples)
-        else once(run, examples)
-    )
+    if law.captures and first_calls.refused is not None:
+        found = once(run, [first_calls.refused])
+    elif is_strategy(examples):
+        found = search(run, examples, title, (subject.graph,), _count(max_examples))
+    else:
+        found = once(run, examples)
     if not found.examples:
         return Row(
             law, "not searched", note="was searched for no example: the Hypothesis profile has no Phase.generate"
@@ -219,6 +238,46 @@ def _why_no_replay(subject: Subject, call: Arguments) -> str:
     subject.call(graphed, copies(call))
     found = subject.call(graphed.explain, copies(call))
     return "" if found.captured else str(found)
+
+
+@attrs.define(eq=False)
+class _FirstCalls:
+    """What a capture says of the calls before the function has been called, by which a cache that the first call fills
+    shows. Where processes can be forked, each call is the first one of its process; elsewhere it comes before all
+    others of its kind in this one.
+
+    Args:
+        subject: the function.
+        audits: (kind, what was refused) of the kinds of calls that were captured.
+        refused: the first call that was refused before a law that captures was checked.
+    """
+
+    subject: Subject
+    audits: list[tuple[Any, str]] = attrs.field(factory=list)
+    refused: Arguments | None = None
+
+    def audit(self, calls: Sequence[Arguments], *, refuse: bool) -> None:
+        """Capture calls of new kinds.
+
+        Raises:
+            LawViolation: a call cannot be captured, and `refuse`.
+        """
+        for call in calls:
+            text = self._audit(call)
+            if text and refuse:
+                raise LawViolation(text)
+            if text and self.refused is None:
+                self.refused = call
+
+    def _audit(self, call: Arguments) -> str:
+        kind = kinds(call)
+        for audited, text in self.audits:
+            if audited == kind:
+                return text
+        answer = self.subject.ask(("refusal", [call]))
+        text = self.subject.refusal(call) if answer is None else answer
+        self.audits.append((kind, text))
+        return text
 
 
 class _Broken(LawViolation):

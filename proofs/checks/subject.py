@@ -2,15 +2,16 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from torch import Tensor
 
-from weft.errors import CheckError
+from weft.errors import CaptureError, CheckError
 from weft.padding import pad, unpad
 from weft.proofs.checks.difference import LawViolation, find_difference
 from weft.proofs.checks.elements import Tolerance
+from weft.proofs.checks.fresh import FreshProcesses
 from weft.proofs.checks.search import copies
 from weft.transforms.graphs.calls.call import invoke
 from weft.transforms.graphs.calls.results import find_next_value
@@ -22,6 +23,19 @@ Arguments = dict[str, Any]
 """One call's arguments by name, defaults included."""
 
 
+Question = tuple[Literal["refusal", "outcomes"], Sequence[Arguments]]
+"""What to find out before any other call: what a capture of the only call refuses (`Subject.refusal`), or what the
+calls return in this order (`Subject.outcomes`)."""
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """The result of a call; or the error that it raised, in words."""
+
+    result: Any
+    error: str = ""
+
+
 @attrs.frozen(eq=False)
 class Subject:
     """The function under test, the options that graphify it, and the tolerance where shapes differ.
@@ -30,11 +44,42 @@ class Subject:
         graph: of the function; it serves as the pattern, and captures nothing itself.
         name: of the function, in messages.
         tolerance: where two runs have different shapes.
+        processes: that have seen no call of the function; None: there are none.
     """
 
     graph: Graphified[..., Any]
     name: str
     tolerance: Tolerance
+    processes: FreshProcesses | None = None
+
+    def answer(self, question: Question) -> Any:
+        """The answer to a question."""
+        what, calls = question
+        return self.refusal(calls[0]) if what == "refusal" else self.outcomes(calls)
+
+    def ask(self, question: Question) -> Any:
+        """The answer of a process that has seen no call of the function; None if there is no such process."""
+        return None if self.processes is None else self.processes.ask(question)
+
+    def refusal(self, call: Arguments) -> str:
+        """What a capture refuses in this call; empty if it refuses nothing."""
+        try:
+            self.call(self.fresh(), copies(call))
+        except CaptureError as error:
+            return f"graphify({self.name}) raises {type(error).__name__}, and {self.name} does not:\n{error}"
+        except Exception:
+            return ""  # raised by the function itself
+        return ""
+
+    def outcomes(self, calls: Sequence[Arguments]) -> list["Outcome"]:
+        """The results of calls in this order."""
+        return [self._outcome(call) for call in calls]
+
+    def _outcome(self, call: Arguments) -> "Outcome":
+        try:
+            return Outcome(copies(self.call(self.fn, copies(call))))
+        except Exception as error:
+            return Outcome(None, f"{type(error).__name__}: {error}")
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -109,7 +154,7 @@ class Subject:
         for _ in range(2):
             for world in worlds:
                 for call in calls:
-                    if call is world.own or _kinds(call) == _kinds(world.own):
+                    if call is world.own or kinds(call) == kinds(world.own):
                         pair = world.step(graph, call)
                         if pair is not None:
                             yield *pair, call
@@ -178,7 +223,7 @@ def _next_spans(result: Any, donated: Arguments) -> dict[str, range]:
     return spans
 
 
-def _kinds(arguments: Arguments) -> tuple[Any, ...]:
+def kinds(arguments: Arguments) -> tuple[Any, ...]:
     """A key that is equal for calls whose values may be exchanged."""
     leaves, structure = tree_flatten(arguments)
     return structure, [

@@ -10,7 +10,7 @@ from torch import Tensor, func
 
 from weft.padding import pad, unpad
 from weft.proofs.checks.bits import same_bits, wants_rows
-from weft.proofs.checks.difference import visible
+from weft.proofs.checks.difference import LawViolation, visible
 from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
 from weft.state import State
@@ -33,6 +33,7 @@ class UserLaw:
         run: raises LawViolation if it does not hold, and returns the number of results compared.
         needs: what the law needs and the function lacks, in words; empty if it lacks nothing.
         asked: whether the law runs only on request, since only the user can know that it must hold.
+        captures: whether the law captures the function, so that a call that no capture takes breaks it.
     """
 
     name: str
@@ -41,10 +42,12 @@ class UserLaw:
     run: Callable[[Subject, Calls], int]
     needs: Callable[[Subject], str] = lambda subject: ""
     asked: bool = False
+    captures: bool = False
 
 
 def pure(subject: Subject, calls: Calls) -> int:
-    """Equal arguments give equal results; a call changes neither earlier results nor arguments that are not donated."""
+    """Equal arguments give equal results, whatever was called before; a call changes neither earlier results nor
+    arguments that are not donated."""
     held = []
     for call in calls:
         given = copies(call)
@@ -56,7 +59,23 @@ def pure(subject: Subject, calls: Calls) -> int:
         subject.expect(subject.call(subject.fn, copies(call)), copy, ("the second time", "the first time"))
     for result, copy in held:
         subject.expect(result, copy, ("after later calls", "when returned"))
-    return 3 * len(calls)
+    return 3 * len(calls) + _compare_with_a_first_call(subject, calls)
+
+
+def _compare_with_a_first_call(subject: Subject, calls: Calls) -> int:
+    """Compare the last call, which follows others, with the same call in a process that has seen no other; returns the
+    number of comparisons."""
+    if len(calls) < 2:
+        return 0
+    in_order = subject.ask(("outcomes", calls))
+    alone = None if in_order is None else subject.ask(("outcomes", calls[-1:]))
+    if alone is None or in_order[-1].error:
+        return 0  # no such process; or a call that raises, which it may do for what was drawn together
+    if alone[0].error:
+        text = f"after other calls {subject.name} returns, as the first call it raises"
+        raise LawViolation(f"{text}\n{alone[0].error}")
+    subject.expect(in_order[-1].result, alone[0].result, ("after other calls", "as the first call"))
+    return 1
 
 
 def graph(subject: Subject, calls: Calls) -> int:
@@ -198,11 +217,11 @@ def _wants_copies(subject: Subject) -> str:
 
 LAWS = (
     UserLaw("pure", "", "equal arguments, equal results", pure),
-    UserLaw("graph", "L1", "a graph of it is it, bitwise", graph),
-    UserLaw("replay", "L9", "results outlive later replays", replay, _wants_copies),
-    UserLaw("trace", "L8", "captures leave no trace", trace),
+    UserLaw("graph", "L1", "a graph of it is it, bitwise", graph, captures=True),
+    UserLaw("replay", "L9", "results outlive later replays", replay, _wants_copies, captures=True),
+    UserLaw("trace", "L8", "captures leave no trace", trace, captures=True),
     UserLaw("pad", "L2", "padding changes nothing", padding, _wants_a_ladder),
-    UserLaw("func", "L15", "vmap, grad, jvp pass through", functorch),
+    UserLaw("func", "L15", "vmap, grad, jvp pass through", functorch, captures=True),
     UserLaw("microbatch", "L13", "2 and 3 parts are the whole", microbatches, asked=True),
     UserLaw("bits", "L20", "padded or in parts, the same bits", bits, wants_rows, asked=True),
 )

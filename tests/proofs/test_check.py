@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import find, strategies as st
+from hypothesis import find, given, settings, strategies as st
 from rich.console import Console
 from torch import Tensor
 
@@ -22,7 +23,9 @@ from weft.descriptor import BatchDescriptor
 from weft.errors import CheckError
 from weft.proofs.checks.check import check
 from weft.proofs.checks.equivalence import Counterexample
+from weft.proofs.checks.fresh import FreshProcesses
 from weft.proofs.strategies import Rows, pure_functions, scenarios, tensors
+from weft.proofs.strategies.caches import KEPT, Caching, caching, cachings
 from weft.state import advance
 from weft.transforms.pipelines.pipeline import compose
 from weft.trees import axes, descriptor_field, pytree
@@ -135,6 +138,136 @@ def test_a_count_of_calls() -> None:
     assert name == "pure"
     assert "the second time:" in error.text
     assert table(counted, (ROWS,), max_examples=3)["graph"][-4:] == ["not", "checked", "0", "0"]
+
+
+SOME = tensors(st.integers(1, 2))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cachings())
+def test_a_value_that_the_first_call_keeps(caching: Caching) -> None:
+    name, error = broken(caching.fn, [(torch.tensor([1.0, 2.0]),), (torch.tensor([-3.0, 1.0]),)])
+    assert name == "pure"
+    assert "  after other calls: " in error.text
+    assert "  as the first call: " in error.text
+
+
+def test_the_smallest_calls_that_show_a_kept_value() -> None:
+    name, error = broken(caching("the shape", "a tensor", "a closure").fn, (SOME,))
+    assert name == "pure"
+    assert "  after other calls: " in error.text
+    assert "  as the first call: " in error.text
+    assert len(error.values[0][1]) == 2
+
+
+def test_a_value_that_only_some_calls_keep_raises_later() -> None:
+    kept: list[Tensor] = []
+
+    def growing(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            kept.append(x)
+        return x * len(kept)
+
+    name, error = broken(growing, [(torch.ones(2),), (torch.zeros(2),)])
+    assert name == "pure"
+
+    def needing(x: Tensor) -> Tensor:
+        if x.sum() > 0 and not kept:
+            kept.append(x)
+        return x + kept[0]
+
+    kept.clear()
+    name, error = broken(needing, [(torch.ones(2),), (torch.zeros(2),)], laws="pure")
+    assert error.text.splitlines()[1:] == [
+        "  after other calls needing returns, as the first call it raises",
+        "  IndexError: list index out of range",
+    ]
+
+
+def _without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system without fork."""
+    monkeypatch.setattr("weft.proofs.checks.fresh.sys.platform", "win32")
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_value_that_the_first_call_keeps_without_other_processes(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_processes(monkeypatch)
+    name, error = broken(caching("the shape", kept, "a closure").fn, (SOME,))
+    assert name == "graph"
+    assert "graphify(centred) raises CaptureError, and centred does not:\n" in error.text
+
+
+@pytest.mark.parametrize("has_processes", [True, False])
+def test_a_single_call_shows_what_is_kept(has_processes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_processes:
+        _without_processes(monkeypatch)
+    for laws in (None, "graph"):
+        name, error = broken(caching("the shape", "a tensor", "a closure").fn, (torch.zeros(2),), laws=laws)
+        assert name == "graph"
+        assert "saw: a tensor that it made is kept and not returned" in error.text
+
+
+def test_the_tests_above_find_a_check_that_calls_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_processes(monkeypatch)
+    monkeypatch.setattr("weft.proofs.checks.check._FirstCalls.audit", lambda self, calls, refuse: None)
+    assert (
+        table(caching("the shape", "a number", "a closure").fn, (SOME,), max_examples=EXAMPLES)["pure"][-3] == "holds"
+    )
+
+
+@pytest.mark.parametrize("has_processes", [True, False])
+def test_a_cache_of_constants_is_pure(has_processes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_processes:
+        _without_processes(monkeypatch)
+    kept: dict[Any, Tensor] = {}
+
+    def shifted(x: Tensor) -> Tensor:
+        if x.shape not in kept:
+            kept[x.shape] = torch.arange(float(len(x)))
+        return x + kept[x.shape]
+
+    rows = table(shifted, (SOME,), max_examples=4)
+    assert {name: row[-3] for name, row in rows.items() if name != "pad"} == dict.fromkeys(
+        ("pure", "graph", "replay", "trace", "func"), "holds"
+    )
+
+
+def test_calls_that_cannot_be_pickled_are_compared_in_this_process() -> None:
+    @pytree
+    @attrs.frozen(eq=False)
+    class Local:
+        x: Tensor
+
+    assert table(lambda local: local.x * 2, (st.builds(Local, SOME),), max_examples=4)["pure"][-3] == "holds"
+
+
+def test_a_process_that_dies_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(question: Any) -> Any:
+        return question if question else os._exit(1)
+
+    with FreshProcesses(answer) as processes:
+        assert processes.ask([1]) == [1]
+        assert processes.ask([]) is None
+        assert processes.ask([2]) == [2]
+        assert processes.ask(lambda: None) is None
+        assert processes.ask([torch.ones(1)]) == [torch.ones(1)]
+        assert processes.ask([torch.ones(1, device="meta")]) is None
+        monkeypatch.setattr("weft.proofs.checks.fresh.MOST_BYTES", 3)
+        assert processes.ask([torch.ones(1)]) is None
+    assert not processes.are_there
+    assert processes.ask([1]) is None
+
+
+def test_each_answer_comes_from_a_process_that_has_seen_no_other_question() -> None:
+    seen: list[int] = []
+
+    def answer(question: int) -> list[int]:
+        seen.append(question)
+        return [*seen]
+
+    with FreshProcesses(answer) as processes:
+        assert [processes.ask(index) for index in range(3)] == [[0], [1], [2]]
+    assert seen == []
 
 
 def test_a_write_to_an_argument() -> None:

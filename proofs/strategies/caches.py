@@ -1,0 +1,133 @@
+"""Functions that keep a value of their first call for later ones: what purity excludes, and what later calls do not
+show."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+KEYS: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda x: None,
+    "the shape": lambda x: x.shape,
+    "the dtype": lambda x: x.dtype,
+    "the number of dimensions": lambda x: x.dim(),
+}
+"""What a kept value is looked up by."""
+
+KEPT: dict[str, Callable[[Tensor], Any]] = {
+    "a tensor": lambda x: x.mean(),
+    "the argument": lambda x: x.clone(),
+    "a number": lambda x: x.mean().item(),
+    "a list": lambda x: x.flatten().tolist(),
+    "a choice": lambda x: 1.0 if x.flatten()[0] > 0 else -1.0,
+}
+"""What is kept of a call."""
+
+Look = Callable[[Any, Callable[[], Any]], Any]
+"""A cache: the value for a key, made by a function where there is none."""
+
+
+def _in_a_closure() -> Look:
+    kept: dict[Any, Any] = {}
+
+    def look(key: Any, make: Callable[[], Any]) -> Any:
+        return kept[key] if key in kept else _put(kept, key, make())
+
+    return look
+
+
+def _in_an_attribute() -> Look:
+    def look(key: Any, make: Callable[[], Any]) -> Any:
+        kept = vars(look).setdefault("kept", {})
+        return kept[key] if key in kept else _put(kept, key, make())
+
+    return look
+
+
+def _put(kept: dict[Any, Any], key: Any, value: Any) -> Any:
+    kept[key] = value
+    return value
+
+
+def _in_a_default() -> Look:
+    kept_by_default: dict[Any, Any] = {}
+
+    def look(key: Any, make: Callable[[], Any], kept: dict[Any, Any] = kept_by_default) -> Any:
+        return kept[key] if key in kept else _put(kept, key, make())
+
+    return look
+
+
+def _in_functools() -> Look:
+    makers: list[Callable[[], Any]] = []
+
+    @functools.cache
+    def made(key: Any) -> Any:
+        return makers[-1]()
+
+    def look(key: Any, make: Callable[[], Any]) -> Any:
+        makers[:] = [make]
+        return made(key)
+
+    return look
+
+
+def _in_a_module() -> Look:
+    module = torch.nn.Module()
+    vars(module)["kept"] = {}
+
+    def look(key: Any, make: Callable[[], Any]) -> Any:
+        kept = vars(module)["kept"]
+        return kept[key] if key in kept else _put(kept, key, make())
+
+    return look
+
+
+PLACES: dict[str, Callable[[], Look]] = {
+    "a closure": _in_a_closure,
+    "an attribute": _in_an_attribute,
+    "a default argument": _in_a_default,
+    "functools.cache": _in_functools,
+    "a module": _in_a_module,
+}
+"""Where a value is kept."""
+
+
+@attrs.frozen(eq=False)
+class Caching:
+    """A function of one tensor that keeps a value of a call.
+
+    Args:
+        key, kept, place: what was drawn, of `KEYS`, `KEPT` and `PLACES`.
+        fn: the function.
+    """
+
+    key: str
+    kept: str
+    place: str
+    fn: Callable[[Tensor], Tensor] = attrs.field(repr=False)
+
+
+def caching(key: str, kept: str, place: str) -> Caching:
+    """A function that keeps this by this key in this place, and has not been called."""
+    look = PLACES[place]()
+
+    def centred(x: Tensor) -> Tensor:
+        value = look(KEYS[key](x), lambda: KEPT[kept](x))
+        return x - torch.as_tensor(value, dtype=x.dtype).sum()
+
+    return Caching(key, kept, place, centred)
+
+
+def cachings() -> st.SearchStrategy[Caching]:
+    """A function that keeps a value of its first call.
+
+    >>> from hypothesis import find
+    >>> find(cachings(), lambda caching: caching.kept == "a number")
+    Caching(key='nothing', kept='a number', place='a closure')
+    """
+    return st.builds(caching, *map(st.sampled_from, ([*KEYS], [*KEPT], [*PLACES])))
