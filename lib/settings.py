@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import attrs
 
 from weft.arguments.checks import Rule, check_values, is_int, kind_of
+from weft.blocks import Blocks
 from weft.errors import ArgumentError, CaptureError, TooManyCapturesError
 
 
@@ -53,15 +53,11 @@ class _Count:
     seen: list[str] = attrs.field(factory=list)
 
 
-_COUNTS: ContextVar[tuple[_Count, ...]] = ContextVar("weft.counts", default=())
-_MAY_CAPTURE: ContextVar[bool] = ContextVar("weft.may_capture", default=True)
-MAY_REPLAY: ContextVar[bool] = ContextVar("weft.may_replay", default=True)
-"""False inside `no_capture(replay=False)`."""
-
-_BATCH_INVARIANT: ContextVar[bool] = ContextVar("weft.batch_invariant", default=False)
+_COUNTS = Blocks[_Count]("weft.counts")
+_NO_CAPTURE = Blocks[bool]("weft.no_capture")
+"""Whether calls that have a graph replay it."""
+_BATCH_INVARIANT = Blocks[bool]("weft.batch_invariant")
 _LOCK = threading.Lock()
-is_batch_invariant: Callable[[], bool] = _BATCH_INVARIANT.get
-"""Whether `batch_invariant()` is around this call."""
 _OPEN = [0]
 """The number of `batch_invariant()` contexts in all threads."""
 ANYWHERE = [False]
@@ -90,13 +86,17 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     True
     """
     check_values(f"weft.batch_invariant({enabled!r})", _RULES, {"enabled": enabled}, ArgumentError)
-    token = _BATCH_INVARIANT.set(enabled)
     _count_contexts(enabled)
     try:
-        yield
+        with _BATCH_INVARIANT.block(enabled):
+            yield
     finally:
-        _BATCH_INVARIANT.reset(token)
         _count_contexts(-enabled)
+
+
+def is_batch_invariant() -> bool:
+    """Whether `batch_invariant()` is around this call."""
+    return bool(_BATCH_INVARIANT.around()) and _BATCH_INVARIANT.values()[-1:] == (True,)
 
 
 def _count_contexts(change: int) -> None:
@@ -121,12 +121,8 @@ def no_capture(*, replay: bool = True) -> Iterator[None]:
     >>> f.cache_info()
     CacheInfo(captures=0, replays=0, eager=1, currsize=0)
     """
-    captures, replays = _MAY_CAPTURE.set(False), MAY_REPLAY.set(replay and MAY_REPLAY.get())
-    try:
+    with _NO_CAPTURE.block(replay):
         yield
-    finally:
-        _MAY_CAPTURE.reset(captures)
-        MAY_REPLAY.reset(replays)
 
 
 @contextmanager
@@ -145,16 +141,18 @@ def assert_max_captures(most: int) -> Iterator[None]:
     ...         y = f(torch.zeros(2))
     """
     check_values(f"weft.assert_max_captures({most!r})", _RULES, {"most": most}, CaptureError)
-    token = _COUNTS.set((*_COUNTS.get(), _Count(most)))
-    try:
+    with _COUNTS.block(_Count(most)):
         yield
-    finally:
-        _COUNTS.reset(token)
 
 
 def may_capture() -> bool:
     """Whether no context forbids a capture here."""
-    return _MAY_CAPTURE.get()
+    return not _NO_CAPTURE.values()
+
+
+def may_replay() -> bool:
+    """Whether no context forbids a replay here: false inside `no_capture(replay=False)`."""
+    return not _NO_CAPTURE.around() or all(_NO_CAPTURE.values())
 
 
 def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
@@ -163,7 +161,7 @@ def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
     Raises:
         TooManyCapturesError: one of the contexts does not allow it.
     """
-    for count in _COUNTS.get():
+    for count in _COUNTS.values():
         if len(count.seen) >= count.most:
             difference, remedy = miss()
             raise TooManyCapturesError(
@@ -171,5 +169,5 @@ def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
                 f"one capture more ({difference}), after: {'; '.join(count.seen) or 'none'}",
                 f"{remedy or 'call with arguments like the captured ones'}, or allow more captures",
             )
-    for count in _COUNTS.get():
+    for count in _COUNTS.values():
         count.seen.append(what)

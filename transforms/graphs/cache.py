@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.descriptor import check_descriptor
 from weft.errors import CacheMissError, CaptureError, DescriptorError
 from weft.ops.transfers.collective import others_wait
-from weft.settings import MAY_REPLAY, config, count_capture, may_capture
+from weft.settings import config, count_capture, may_capture, may_replay
 from weft.torchapi.private import backend_switches
 from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
 from weft.transforms.graphs.calls.buffers import plan_copies
@@ -65,7 +65,7 @@ class Plan:
     def may_run(self) -> bool:
         """Whether the graph may replay now: not inside `no_capture(replay=False)`, and not where autograd would
         record."""
-        return MAY_REPLAY.get() and not self.graph.needs_autograd()
+        return may_replay() and not self.graph.needs_autograd()
 
     def reads_the_same(self) -> bool:
         """Whether what the graph reads from outside its arguments is what it was."""
@@ -304,7 +304,7 @@ class Cache:
 
     def explain(self, call: Call) -> Explanation:
         """Say what a call would do, and why, without doing it."""
-        if not MAY_REPLAY.get():
+        if not may_replay():
             why = "inside weft.no_capture(replay=False)"
             return Explanation(Decision("none", None, why), False, f"runs eagerly: {why}")
         decision = self.decide(call)

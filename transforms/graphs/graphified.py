@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from weft.donation import donate
 from weft.errors import CaptureError
 from weft.ops.transfers.collective import current_place
-from weft.settings import MAY_REPLAY, is_batch_invariant
+from weft.settings import is_batch_invariant, may_replay
 from weft.torchapi.private import (
     WithoutFunctionModes,
     in_plain_surroundings,
@@ -102,7 +102,7 @@ class Graphified(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Take the fast path if an earlier call was like this one, and the general one otherwise."""
         call, modes = None, None
-        if in_plain_surroundings() and MAY_REPLAY.get():
+        if in_plain_surroundings() and may_replay():
             if num_function_modes() or is_batch_invariant() or current_place():
                 return self._call_in_modes(args, kwargs)
             fast_paths, modes = self._cache.fast_paths, ()
@@ -285,7 +285,7 @@ class Graphified(Generic[P, R]):
         call = self._example(args, kwargs)
         if runs_inline(call):
             return
-        is_plain = in_plain_surroundings() and MAY_REPLAY.get() and not watches_borrows()
+        is_plain = in_plain_surroundings() and may_replay() and not watches_borrows()
         with self._lock:
             if (decision := self._cache.decide(call)).mode == "none":
                 rehearse(self._graphable, call, self._cache)

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.donation import clone
 from weft.errors import CaptureError, VerificationError
 from weft.padding import pad, unpad
-from weft.settings import MAY_REPLAY
+from weft.settings import may_replay
 from weft.torchapi.private import uncompiled
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.calls.call import Call, invoke, make_call, runs_inline
@@ -40,7 +40,7 @@ class Verified(Graphified[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Answer the call, and compare the answer if it is this call's turn."""
         assert self._graphable.verify is not None
-        if (number := next(self._numbers)) % self._graphable.verify or not MAY_REPLAY.get():
+        if (number := next(self._numbers)) % self._graphable.verify or not may_replay():
             return super().__call__(*args, **kwargs)
         call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         if runs_inline(call) or (decision := self._cache.decide(call)).mode == "none":

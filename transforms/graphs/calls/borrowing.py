@@ -3,12 +3,12 @@ result after a replay has overwritten it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import attrs
 from torch import Tensor
 
+from weft.blocks import Blocks
 from weft.errors import StaleResultError
 from weft.torchapi.private import FunctionMode, storage_id
 from weft.trees import tree_leaves
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 _LOAN = "_weft_loan"
 _OWNS = "__weft_owns_results__"
-_LENDING: ContextVar[bool] = ContextVar("weft.lending", default=False)
+_LENDING = Blocks[bool]("weft.lending")
 _METADATA = {
     *("size", "stride", "dim", "numel", "data_ptr", "storage_offset", "is_contiguous", "untyped_storage"),
     *("element_size", "is_floating_point", "is_complex", "get_device", "nelement", "ndimension", "__len__", "__hash__"),
@@ -82,12 +82,8 @@ def check_borrowed() -> Iterator[None]:
       saw: a borrowed result of <lambda>, which 1 later replay has overwritten
       instead: use it before the next call, clone it, or write graphify(..., outputs="safe")
     """
-    token = _LENDING.set(True)
-    try:
-        with _Watch():
-            yield
-    finally:
-        _LENDING.reset(token)
+    with _LENDING.block(True), _Watch():
+        yield
 
 
 def lends(fn: Callable[..., Any]) -> bool:
@@ -117,7 +113,7 @@ def declare_owning(fn: F, owns: bool) -> F:
 
 def watches_borrows() -> bool:
     """Whether `check_borrowed()` is active here."""
-    return _LENDING.get()
+    return bool(_LENDING.values())
 
 
 def lend(result: R, outputs: Any, name: str, graphs: _Counts) -> R:

@@ -4,13 +4,13 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Literal
 
 import attrs
 import torch
 
 from weft.arguments.checks import Rule, check_values
+from weft.blocks import Blocks
 from weft.display.durations import duration
 from weft.display.plots import axes_for, new_axes
 from weft.display.tables import element
@@ -195,7 +195,7 @@ def _relative(value: float, true: float) -> float:
     return (value - true) / true if true else float("inf")
 
 
-_MEASURING: ContextVar["Recorder | None"] = ContextVar("weft_measuring", default=None)
+_MEASURING = Blocks["Recorder"]("weft.measuring")
 
 
 @attrs.frozen(eq=False)
@@ -282,13 +282,11 @@ def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
     ['run stage 0 [mb 0]', 'send to 1 [mb 0]', 'recv from 0 [mb 0]', 'run stage 1 [mb 0]']
     """
     recorder = Recorder(device)
-    token = _MEASURING.set(recorder)
-    try:
+    with _MEASURING.block(recorder):
         yield recorder
-    finally:
-        _MEASURING.reset(token)
 
 
 def measuring() -> Recorder | None:
     """The recorder of the `measure` block around this call, if there is one."""
-    return _MEASURING.get()
+    recorders = _MEASURING.values()
+    return recorders[-1] if recorders else None
