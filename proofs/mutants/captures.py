@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
+from weft.stages.custom.module import _ObjectTensor, from_module
 from weft.torchapi.private import in_plain_surroundings
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
@@ -122,6 +123,10 @@ def _hold_nothing(self: Storages, tensors: Any) -> bool:
     return False
 
 
+def _values_before(self: _ObjectTensor, module: nn.Module) -> list[Any]:
+    return [self.tensor.clone()] * len(self.places)
+
+
 CAPTURES = (
     Mutant("a refusal that the function swallows is forgotten", _HAZARDS, _method(Audit, "refuse", _forget_refusal)),
     Mutant("a capture advances generators", _HAZARDS, _method(Randomness, "restore", _nothing)),
@@ -165,6 +170,12 @@ CAPTURES = (
     Mutant("the first run keeps tensors", _HAZARDS, _method(Audit, "refuse_leaks", _nothing)),
     Mutant("TorchScript reads unheard", _HAZARDS, _beside(Audit, "hearing_scripts", nullcontext)),
     Mutant("new storage of a parameter is not seen", _HAZARDS, _addresses_forgotten),
+    Mutant(
+        "what a module keeps in Python is frozen",
+        _HAZARDS,
+        _beside(from_module, "_unchanged", lambda module, state: nullcontext()),
+    ),
+    Mutant("tensors in objects are not taken back", _HAZARDS, _method(_ObjectTensor, "next_values", _values_before)),
     Mutant("a name that is bound anew is not seen", _HAZARDS, _names_forgotten),
     Mutant("nothing outside is compared", _PROGRAMS, _method(Outside, "_comparison", _nothing)),
     Mutant("a replay runs without grad mode", _HAZARDS, _beside(TapeRecording, "set_grad_mode", _nothing)),

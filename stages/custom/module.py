@@ -5,8 +5,8 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -21,23 +21,21 @@ from weft.arguments.checks import kind_of
 from weft.display.summary import Summarized
 from weft.donation import donates
 from weft.errors import CaptureError, ProgramError
+from weft.objects import Change, Place, Snapshot, places_of_tensors
 from weft.torchapi.private import storage_id
 from weft.torchapi.watching import watched
 
 if TYPE_CHECKING:
     from _thread import RLock
 
-_VALUES = (int, float, complex, str, bytes, type(None))
-_MEMBERS = ("_parameters", "_buffers", "_modules")
-"""The attributes whose values `functional_call` gives and takes back."""
-
 Call = Callable[[Any, Any, Any], Any]
 """Calls a module for a stage: `(module, batch, x) -> y`."""
 
 _CALL = "call=lambda module, batch, x: module(...)"
 
-_LOCKS: "weakref.WeakKeyDictionary[nn.Module, RLock]" = weakref.WeakKeyDictionary()
-"""By part of a module: two stages that share it, on two threads, must not give it their values at the same time."""
+_LOCKS: "dict[int, tuple[weakref.ref[Any], RLock]]" = {}
+"""By the id of a part of a module, or of an object in it: two stages that share it, on two threads, must not give it
+their values at the same time."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -47,7 +45,8 @@ class ModuleStage(Summarized):
     Args:
         stage: `(params, state, batch, x) -> (state, y)`.
         params: the module's parameters by name.
-        state: its buffers by name; a buffer that the module updates (running statistics) comes back in the new state.
+        state: its buffers by name, and the tensors in plain objects that it holds by path (`cache.layers[0].keys`);
+            what the module updates (running statistics, a cache) comes back in the new state.
     """
 
     stage: Callable[[dict[str, Tensor], dict[str, Tensor], Any, Any], tuple[dict[str, Tensor], Any]]
@@ -65,19 +64,25 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     as in the module itself, and a graph draws new numbers at each replay. The bits are those of the module after
     `requires_grad_(False)`: torch rounds otherwise where parameters require grad.
 
+    Tensors in plain objects (instances of classes that are not modules, such as a cache of transformers), however deep
+    below the module's attributes, are state like buffers, if they are there when the stage is made. Left out are
+    parameters, tensors that are views of other values, and what torch's own objects hold.
+
     Args:
-        module: a run of the stage does not change its buffers. A graph is refused if the module keeps what changes in
-            other attributes, or draws from the generators of Python or NumPy.
+        module: a run of the stage does not change its buffers, nor the tensors in its objects. A graph is refused if a
+            run changes anything else that can be reached from the module: numbers, lists, nonlocals, attributes of
+            classes; the error names it. The same holds for draws from the generators of Python or NumPy.
         call: `(module, batch, x) -> y`, instead of the call above: for arguments from both the batch and `x`, or to
             return a part of the output, such as `lambda module, batch, x: module(x, mask=batch["mask"]).logits`.
 
     Returns:
-        The stage, its parameters, and its buffers as the state, which the stage donates.
+        The stage, its parameters, and its buffers and the tensors in its objects as the state, which the stage
+        donates.
 
     Raises:
         ProgramError: `module` is not a module, has parameters without a shape yet, or buffers that share memory; or
             `call` is not a function. From the stage: the module's `forward` does not take these arguments, makes a
-            buffer or replaces a parameter.
+            buffer, replaces a parameter, removes a tensor of the state, or makes two of one.
 
     >>> made = from_module(nn.Linear(2, 1))
     >>> state, y = made.stage(made.params, made.state, torch.ones(3, 2), None)
@@ -86,32 +91,119 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     """
 
     _check_module(module, call)
-    caller, buffers = _Caller(module, _call_on_inputs if call is None else call), dict(module.named_buffers())
-    locks = _locks_of(module)
+    buffers = dict(module.named_buffers())
+    in_objects = _tensors_in_objects(module)
+    caller = _Caller(module, _call_on_inputs if call is None else call, in_objects)
+    locks = _locks_of([*module.modules(), *(owner for one in in_objects for owner in one.owners())])
 
     @donates("state")
     def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
+        of_objects = {one.name: state[one.name] for one in in_objects if one.name in state}
         values = {f"module.{name}": value for name, value in {**params, **state}.items()}
+        for name in of_objects.keys() - buffers.keys():
+            del values[f"module.{name}"]
         with ExitStack() as stack:
             for lock in locks:
                 stack.enter_context(lock)
-            y = torch.func.functional_call(caller, values, (batch, x))
+            y, next_of_objects = torch.func.functional_call(caller, values, (batch, x, of_objects))
             _refuse_new(module, buffers, params, values)
+        for one in in_objects:
+            if one.name in state:
+                tied = [values[f"module.{one.name}"]] if one.name in buffers else []
+                values[f"module.{one.name}"] = one.the_one_of([*next_of_objects[one.name], *tied], module)
         return {name: values[f"module.{name}"] for name in state}, y  # the module may have replaced a buffer
 
     vars(stage)["__weft_module__"] = module  # whose training mode `graphify` asks for
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
     params = {name: p.detach() for name, p in module.named_parameters()}
-    return ModuleStage(stage, params, {name: b.detach().clone() for name, b in buffers.items()})
+    state = {**buffers, **{one.name: one.tensor for one in in_objects}}
+    return ModuleStage(stage, params, {name: b.detach().clone() for name, b in state.items()})
 
 
-def _locks_of(module: nn.Module) -> list["RLock"]:
+@attrs.frozen(eq=False)
+class _ObjectTensor:
+    """A tensor of the state that plain objects hold.
+
+    Args:
+        name: its name in the state: the path of the first place, or the name of the buffer that it is, too.
+        tensor: the module's own.
+        places: all places that hold it.
+    """
+
+    name: str
+    tensor: Tensor
+    places: list[Place]
+
+    def owners(self) -> list[Any]:
+        """The objects on the ways to it."""
+        return [owner for place in self.places for owner in place.owners()]
+
+    def put(self, value: Tensor, module: nn.Module) -> list[Any]:
+        """Put a value in all places. Returns what was there."""
+        try:
+            before = [place.get() for place in self.places]
+        except (LookupError, AttributeError) as error:
+            seen = f"{self.name} is not there any more, which was when the stage was made"
+            raise ProgramError(_call_of(module), seen, "from_module(module) again") from error
+        for place in self.places:
+            place.put(value)
+        return before
+
+    def next_values(self, module: nn.Module) -> list[Any]:
+        """What the run has left in the places."""
+        try:
+            found = [place.get() for place in self.places]
+        except (LookupError, AttributeError):
+            found = [None]
+        if not all(isinstance(value, Tensor) for value in found):
+            seen = f"the run removed {self.name}, a tensor of the state"
+            raise ProgramError(_call_of(module), seen, f"leave it there, or write it in place: {self.name}.zero_()")
+        return found
+
+    def the_one_of(self, values: list[Any], module: nn.Module) -> Any:
+        """The next value, which is the same tensor in all places."""
+        if all(value is values[0] for value in values):
+            return values[0]
+        places = " and ".join(dict.fromkeys([self.name, *(place.path for place in self.places)]))
+        seen = f"{places} are one tensor before the run, and are not after it"
+        raise ProgramError(_call_of(module), seen, "give the other ones the new tensor, too, or write it in place")
+
+
+def _call_of(module: nn.Module) -> str:
+    return f"stage {type(module).__name__}(params, state, ...)"
+
+
+def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
+    """The tensors of the state that plain objects hold, without those that share memory with another value."""
+    names = {id(buffer): name for name, buffer in module.named_buffers()}
+    found = [
+        _ObjectTensor(names.get(id(tensor), places[0].path), tensor, places)
+        for tensor, places in places_of_tensors(*_roots_of(module))
+    ]
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    while pair := _overlapping(values | {one.name: one.tensor for one in found}):
+        found = [one for one in found if one.name not in pair or one.name in values]
+        for name in pair:
+            values.pop(name, None)
+    return found
+
+
+def _locks_of(parts: list[Any]) -> list["RLock"]:
     """The locks of all parts of a module, in one order for all; a new one for those that have none."""
-    parts, own = list(module.modules()), threading.RLock()
-    known = {id(lock): lock for part in parts if (lock := _LOCKS.get(part)) is not None} or {id(own): own}
+    new = threading.RLock()
+    locks = {id(lock): lock for part in parts if (lock := _lock_of(part)) is not None} or {id(new): new}
+    first = next(iter(locks.values()))
     for part in parts:
-        _LOCKS.setdefault(part, next(iter(known.values())))
-    return [known[key] for key in sorted(known)]
+        if _lock_of(part) is None:
+            with suppress(TypeError):  # an object that cannot be referred to weakly
+                key = id(part)
+                _LOCKS[key] = weakref.ref(part, lambda _, key=key: _LOCKS.pop(key, None)), first
+    return [locks[key] for key in sorted(locks)]
+
+
+def _lock_of(part: Any) -> "RLock | None":
+    reference, lock = _LOCKS.get(id(part), (None, None))
+    return lock if reference is not None and reference() is part else None
 
 
 def _refuse_new(module: nn.Module, buffers: Mapping[str, Tensor], params: Mapping[str, Any], values: Any) -> None:
@@ -125,19 +217,36 @@ def _refuse_new(module: nn.Module, buffers: Mapping[str, Tensor], params: Mappin
         instead = f"a buffer in its place: register_buffer({replaced[0].rpartition('.')[2]!r}, ...)"
     else:
         return
-    raise ProgramError(f"stage {type(module).__name__}(params, state, ...)", seen, instead)
+    raise ProgramError(_call_of(module), seen, instead)
 
 
 class _Caller(nn.Module):
     """A module whose forward is a call of another one, so that `functional_call` gives it the values."""
 
-    def __init__(self, module: nn.Module, call: Call) -> None:
+    def __init__(self, module: nn.Module, call: Call, in_objects: list[_ObjectTensor]) -> None:
         super().__init__()
-        self.module, self.call = module, call
+        self.module = module
+        self.call = call
+        self.in_objects = in_objects
 
-    def forward(self, batch: Any, x: Any) -> Any:
-        with _unchanged(self.module) if watched() else nullcontext():
-            return self.call(self.module, batch, x)
+    def forward(self, batch: Any, x: Any, of_objects: Mapping[str, Tensor]) -> tuple[Any, dict[str, list[Any]]]:
+        """Call the module with these tensors in its objects. Returns its output, and what the run left there."""
+        with ExitStack() as stack:
+            given = [one for one in self.in_objects if one.name in of_objects]
+            for one in given:
+                before = one.put(of_objects[one.name], self.module)
+                stack.callback(_put_back, one.places, before)
+            if watched():
+                stack.enter_context(_unchanged(self.module, {id(value) for value in of_objects.values()}))
+            y = self.call(self.module, batch, x)
+            return y, {one.name: one.next_values(self.module) for one in given}
+
+
+def _put_back(places: list[Place], before: list[Any]) -> None:
+    """Put what was in the places before a run back into them, as far as the run has left them there."""
+    for place, value in zip(places, before, strict=True):
+        with suppress(LookupError, AttributeError, TypeError):
+            place.put(value)
 
 
 def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
@@ -194,30 +303,28 @@ def _check_module(module: Any, call: Any) -> None:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Context of a captured run of a module. It restores the module's attributes, and the generators of Python and
-    NumPy, if the run changed them.
+def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
+    """Context of a captured run of a module. It restores what the module holds in Python, however deep, and the
+    generators of Python and NumPy, if the run changed them.
 
     Args:
-        module: all of its parts are watched: their attributes, and the contents of lists, dicts and sets among them.
+        module: all of its parts are watched: their attributes, and the objects and containers that these reach.
+        state: the ids of the tensors in plain objects that are part of the state, so that the run may replace them.
 
     Raises:
-        CaptureError: the run changed one.
+        CaptureError: the run changed something.
     """
-    parts = [(path, part) for path, part in module.named_modules() if not isinstance(part, ScriptModule)]
-    before = {path: {key: (value, _contents(value)) for key, value in _attributes(part)} for path, part in parts}
+    roots, registered = _roots_of(module)
+    before = Snapshot(roots, registered)
     draws = [(generator, get, put, get()) for generator, get, put in _generators()]
     try:
         yield
+        change = next(before.changes(state), None)
     finally:
-        changed = [f"{path}.{key}".lstrip(".") for path, part in parts for key in _restore(part, before[path])]
+        before.restore()
         drawn = [generator for generator, get, put, state in draws if _differs(get(), state) and not put(state)]
-    if changed:
-        seen = f"{changed[0]} of the module changes while it runs, and a replay does not repeat that"
-        path, _, key = changed[0].rpartition(".")
-        instead = f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module before"
-        if f"{key}_orig" in vars(module.get_submodule(path))["_parameters"]:
-            instead = "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned module"
+    if change is not None:
+        seen, instead = f"{change}, and a replay does not repeat that", _instead_of(change, module)
     elif drawn:
         seen, instead = f"a draw from {drawn[0]}, which a replay does not repeat", "a draw from torch: torch.rand(...)"
     else:
@@ -225,48 +332,25 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
     raise CaptureError(f"graphify(stage {type(module).__name__})", seen, instead)
 
 
-def _attributes(part: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module; without those that torch's own modules keep for themselves."""
-    skipped = "_" if type(part).__module__.startswith("torch.nn.") else _MEMBERS
-    return [(key, value) for key, value in vars(part).items() if not key.startswith(skipped)]
+def _roots_of(module: nn.Module) -> tuple[dict[str, nn.Module], Set[int]]:
+    """The parts of a module by path, and their ids; without those of TorchScript, which hold nothing in Python."""
+    parts = {path: part for path, part in module.named_modules() if not isinstance(part, ScriptModule)}
+    return parts, {id(part) for part in parts.values()}
 
 
-def _contents(value: Any) -> Any:
-    """A copy of what a container holds; None for any other value."""
-    return value.copy() if type(value) in (list, dict, set) else None
-
-
-def _same(now: Any, was: Any) -> bool:
-    return now is was or (type(now) is type(was) and isinstance(now, _VALUES) and now == was)
-
-
-def _same_contents(now: Any, was: Any) -> bool:
-    if was is None or isinstance(was, set):
-        return was is None or now == was
-    items = [*now.items()] if isinstance(was, dict) else [*enumerate(now)]
-    others = [*was.items()] if isinstance(was, dict) else [*enumerate(was)]
-    return len(items) == len(others) and all(
-        key == other and _same(value, own) for (key, value), (other, own) in zip(items, others, strict=True)
-    )
-
-
-def _restore(part: nn.Module, before: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Give a module its attributes back. Returns the names of those that had changed."""
-    now, changed = dict(_attributes(part)), []
-    for key in now.keys() - before.keys():
-        vars(part).pop(key)
-        changed.append(key)
-    for key, (value, contents) in before.items():
-        if key in now and _same(now[key], value) and _same_contents(value, contents):
-            continue
-        vars(part)[key] = value
-        if isinstance(value, list):
-            value[:] = contents
-        elif contents is not None:
-            value.clear()
-            value.update(contents)
-        changed.append(key)
-    return changed
+def _instead_of(change: Change, module: nn.Module) -> str:
+    """What to write in the place of a change that a replay does not repeat."""
+    path, _, key = change.path.rpartition(".")
+    parts = dict(module.named_modules())
+    if path in parts and f"{key}_orig" in vars(parts[path])["_parameters"]:
+        return "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned module"
+    once = "if it is set only once, run the module before"
+    if path in parts:
+        return f"return it, or register_buffer({key!r}, ...); {once}"
+    if isinstance(change.after, Tensor):
+        return f"a tensor that is there before from_module(module), and is then part of the state; {once}"
+    value = repr(change.before) if isinstance(change.before, int | float) else "..."
+    return f"a tensor in its place, torch.tensor({value}), which is then part of the state; {once}"
 
 
 def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:

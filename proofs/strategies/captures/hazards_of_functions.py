@@ -150,6 +150,96 @@ def before(call):
             ),
         },
     ),
+    "what a module keeps in its objects": Kind(
+        """
+import collections
+import copy
+import types
+
+import attrs
+
+@attrs.define(slots=True)
+class Slots:
+    inner: object
+
+class Box:
+    shared = 1
+
+    def __init__(self):
+        self.value = torch.zeros(3, device=device)
+        self.entries = [self.value]
+        self.pair = (torch.ones(3, device=device), 2)
+        self.by_name = collections.OrderedDict(a=torch.ones(3, device=device))
+        self.count = 1
+        self.flag = False
+        self.seen = set()
+
+def nonlocal_counter():
+    count = 0
+    def bump():
+        nonlocal count
+        count += 1
+        return count
+    return bump
+
+def box_in(held):
+    while not isinstance(held, Box):
+        if isinstance(held, (list, tuple)):
+            held = held[-1]
+        else:
+            held = held["inner"] if isinstance(held, dict) else held.inner
+    return held
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = $held
+        self.bump = nonlocal_counter()
+
+    def forward(self, x):
+        box = box_in(self.held)
+        $change
+        total = box.value + box.entries[0] + box.pair[0] * box.pair[1] + box.by_name["a"]
+        return x * box.count + total * box.shared + box.flag + len(box.seen)
+
+module = Module()
+made = weft.stages.from_module(copy.deepcopy(module))
+graphed = weft.graphify(made.stage)
+state = made.state
+
+def f(x):
+    return module(x)
+
+def graph(x):
+    global state
+    state, y = graphed(made.params, state, x, None)
+    return y
+""",
+        {
+            "held": (
+                "Box()",
+                "[1, Box()]",
+                "{'inner': [Box()]}",
+                "types.SimpleNamespace(inner=(Box(),))",
+                "Slots(collections.deque([Slots(Box())])[0])",
+            ),
+            "change": (
+                "box.value = box.value + x; box.entries[0] = box.value",
+                "box.value.add_(x)",
+                "box.value = box.value + x",
+                "box.pair = (box.pair[0] + x, box.pair[1])",
+                "box.pair = (box.pair[0], box.pair[1] + 1)",
+                "box.by_name = collections.OrderedDict(a=box.by_name['a'] + x)",
+                "box.count += 1",
+                "box.flag = not box.flag",
+                "box.seen.add(len(box.seen))",
+                "type(box).shared += 1",
+                "x = x * self.bump()",
+                "box.entries.insert(0, x.clone())",
+            ),
+        },
+        refused=True,
+    ),
     "kernels that ask for modes": Kind(
         """
 torch.manual_seed(0)

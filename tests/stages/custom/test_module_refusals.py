@@ -62,20 +62,28 @@ class Keeps(nn.Module):
         return x * self.weight + self.count + self.last
 
 
-CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "a number": (lambda module, x: setattr(module, "count", module.count + 1), "inner.count"),
-    "a tensor": (lambda module, x: setattr(module, "last", module.last + x), "inner.last"),
-    "a list": (lambda module, x: module.seen.append(1), "inner.seen"),
-    "a new attribute": (lambda module, x: setattr(module, "fresh", module.count), "inner.fresh"),
+CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
+    "a number": (
+        lambda module, x: setattr(module, "count", module.count + 1),
+        "inner.count",
+        "changes from 0 to 1 while it runs",
+    ),
+    "a tensor": (lambda module, x: setattr(module, "last", module.last + x), "inner.last", "changes while it runs"),
+    "a list": (lambda module, x: module.seen.append(1), "inner.seen", "changes while it runs"),
+    "a new attribute": (
+        lambda module, x: setattr(module, "fresh", module.count),
+        "inner.fresh",
+        "changes while it runs",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_was(name: str) -> None:
-    change, path = CHANGES[name]
+    change, path, how = CHANGES[name]
     module = nn.Sequential(OrderedDict(inner=Keeps(change)))
     made, key = from_module(module), path.partition(".")[2]
-    seen = f"{path} of the module changes while it runs, and a replay does not repeat that"
+    seen = f"{path} of the module {how}, and a replay does not repeat that"
     instead = f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module before"
     with refused(CaptureError, "graphify(stage Sequential)", seen, instead):
         graphify(made.stage)(made.params, made.state, X, None)
@@ -166,7 +174,7 @@ def test_modules_that_are_refused(module: Any, call: Any, written: str, seen: st
 
 
 def test_a_counter_of_operators_is_no_graph() -> None:
-    change, _ = CHANGES["a number"]
+    change, _, _ = CHANGES["a number"]
     module = Keeps(change)
     made = from_module(module)
     with FlopCounterMode(display=False):

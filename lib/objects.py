@@ -1,0 +1,477 @@
+"""What Python objects hold: the tensors in plain objects, and what a run changes in them.
+
+A capture runs Python code once. So what the code keeps in an attribute, in an entry of a dict or in a nonlocal is
+frozen, however deep it lies: transformers' caches count tokens in the attributes of objects in a list of an object.
+`places_of_tensors` finds tensors there, so that they can be given and taken back like buffers. A `Snapshot` holds all
+that is reachable from some roots, finds what a run has changed, and puts it back.
+
+Not entered: objects of torch, of weft and of the standard library (but for its containers), iterators, and objects
+implemented in C.
+"""
+
+import functools
+import random
+import sys
+import types
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, Literal
+
+import attrs
+from torch import Tensor, nn
+
+from weft.value_keys import value_key
+
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module in which torch keeps tensors and parts."""
+_OPEN_OF_THE_LIBRARY = ("collections", "types")
+"""Modules of the standard library whose objects are entered: `UserDict`, `SimpleNamespace`."""
+_PLAIN = (int, float, complex, str, bytes, type(None))
+
+
+@attrs.frozen
+class Step:
+    """The way from an owner to something that it holds.
+
+    Args:
+        kind: an attribute; one that is fixed; an item of a dict, list or deque; an element of a tuple; a nonlocal of a
+            function; an attribute of the owner's class.
+        key: its name, key or index.
+        owner: the name of the class, for an attribute of one.
+    """
+
+    kind: Literal["attribute", "fixed", "item", "element", "nonlocal", "class"]
+    key: Any
+    owner: str = ""
+
+    def after(self, path: str) -> str:
+        """The path, one step longer.
+
+        >>> Step("item", 0).after(Step("attribute", "layers").after("cache"))
+        'cache.layers[0]'
+        """
+        if self.kind == "class":
+            return f"{self.owner}.{self.key}"
+        if self.kind == "nonlocal":
+            return f"{path}.<nonlocal {self.key}>"
+        if self.kind in ("attribute", "fixed"):
+            return f"{path}.{self.key}" if path else str(self.key)
+        return f"{path}[{self.key!r}]"
+
+
+Members = list[tuple[Step, Any]]
+
+
+def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
+    """What an object holds, one step deep; None for a value that is not entered.
+
+    Args:
+        owner: any object.
+        registered: the ids of modules whose parameters, buffers and parts are left out, because they are known.
+    """
+    if isinstance(owner, nn.Module):
+        return [*_of_module(owner, id(owner) in registered), *_of_class(type(owner))]
+    if isinstance(owner, type):
+        return None
+    if isinstance(owner, types.FunctionType):
+        return _of_function(owner)
+    if isinstance(owner, types.MethodType):
+        return [(Step("fixed", "__self__"), owner.__self__), (Step("fixed", "__func__"), owner.__func__)]
+    if isinstance(owner, functools.partial):
+        return [(Step("fixed", name), getattr(owner, name)) for name in ("func", "args", "keywords")]
+    found: Members | None = None
+    if isinstance(owner, dict):
+        found = [(Step("item", key), value) for key, value in dict.items(owner)]
+    elif isinstance(owner, list | deque):
+        found = [(Step("item", index), value) for index, value in enumerate(owner)]
+    elif isinstance(owner, tuple):
+        found = [(Step("element", index), value) for index, value in enumerate(owner)]
+    if _is_plain_object(type(owner)):
+        attributes = [(Step("attribute", name), value) for name, value in _attributes(owner)]
+        found = [*(found or ()), *attributes, *_of_class(type(owner))]
+    return found
+
+
+def _of_module(module: nn.Module, is_registered: bool) -> Iterator[tuple[Step, Any]]:
+    """The attributes of a module, without those that torch's own modules keep for themselves."""
+    own = "_" if _is_of_torch(type(module)) else ()
+    for name, value in vars(module).items():
+        if name in _MEMBERS:
+            if not is_registered and name != "_parameters":
+                yield Step("attribute", name), value
+        elif not (own and name.startswith(own)):
+            yield Step("attribute", name), value
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
+@functools.cache
+def _is_foreign(kind: type) -> bool:
+    """Whether a class is of torch, of weft or of the standard library."""
+    package = kind.__module__.partition(".")[0]
+    return package in ("torch", "weft", "numpy") or package in sys.stdlib_module_names
+
+
+@functools.cache
+def _is_plain_object(kind: type) -> bool:
+    """Whether objects of a class are entered for their attributes."""
+    package = kind.__module__.partition(".")[0]
+    if issubclass(kind, (Tensor, types.ModuleType)) or (_is_foreign(kind) and package not in _OPEN_OF_THE_LIBRARY):
+        return False
+    return bool(_slots(kind)) or any("__dict__" in vars(base) for base in kind.__mro__)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of a class's slots."""
+    found = [name for base in kind.__mro__ for name, value in vars(base).items() if _is_slot(value)]
+    return tuple(dict.fromkeys(found))
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, types.MemberDescriptorType) and value.__name__ not in ("__dict__", "__weakref__")
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(owner, "__dict__", {}).items()
+    for name in _slots(type(owner)):
+        try:
+            yield name, object.__getattribute__(owner, name)
+        except AttributeError:  # a slot that is empty
+            continue
+
+
+@functools.cache
+def _classes_with_values(kind: type) -> tuple[type, ...]:
+    return tuple(base for base in kind.__mro__ if not _is_foreign(base) and not issubclass(base, tuple))
+
+
+def _of_class(kind: type) -> Iterator[tuple[Step, Any]]:
+    """The values that the classes of an object hold, for all of their objects."""
+    for base in _classes_with_values(kind):
+        for name, value in vars(base).items():
+            if isinstance(value, (*_PLAIN, list, dict, set)) and not name.startswith("__"):
+                yield Step("class", name, base.__qualname__), value
+
+
+def _of_function(function: types.FunctionType) -> Members:
+    """The nonlocals and the attributes of a function."""
+    found: Members = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found.append((Step("nonlocal", name), cell.cell_contents))
+        except ValueError:  # a cell that is empty
+            continue
+    return [*found, *((Step("attribute", name), value) for name, value in vars(function).items())]
+
+
+def _get(owner: Any, step: Step) -> Any:
+    """What lies at a step. Raises LookupError or AttributeError if nothing does."""
+    if step.kind == "attribute" and step.key in getattr(owner, "__dict__", {}):
+        return vars(owner)[step.key]
+    if step.kind in ("attribute", "fixed"):
+        return getattr(owner, step.key)
+    if step.kind == "class":
+        return vars(_class_of(owner, step))[step.key]
+    if step.kind == "nonlocal":
+        return owner.__closure__[owner.__code__.co_freevars.index(step.key)].cell_contents
+    return owner[step.key]
+
+
+def _put(owner: Any, step: Step, value: Any) -> None:
+    if step.kind == "attribute" and hasattr(owner, "__dict__") and step.key not in _slots(type(owner)):
+        vars(owner)[step.key] = value  # and not setattr, which a module and a frozen class define anew
+    elif step.kind == "attribute":
+        object.__setattr__(owner, step.key, value)
+    elif step.kind == "nonlocal":
+        owner.__closure__[owner.__code__.co_freevars.index(step.key)].cell_contents = value
+    elif step.kind == "class":
+        setattr(_class_of(owner, step), step.key, value)
+    else:
+        owner[step.key] = value
+
+
+def _class_of(owner: Any, step: Step) -> type:
+    return next(base for base in type(owner).__mro__ if base.__qualname__ == step.owner and step.key in vars(base))
+
+
+def _remove(owner: Any, step: Step) -> None:
+    if step.kind == "class":
+        delattr(_class_of(owner, step), step.key)
+    elif step.kind == "attribute" and step.key in getattr(owner, "__dict__", {}):
+        del vars(owner)[step.key]
+    elif step.kind == "attribute":
+        object.__delattr__(owner, step.key)
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """Where a tensor lies: the steps to it from a root."""
+
+    root: Any
+    steps: tuple[Step, ...]
+    path: str
+
+    def get(self) -> Any:
+        """What lies there. Raises LookupError or AttributeError if the way is no longer there."""
+        return self._at(len(self.steps))
+
+    def put(self, value: Any) -> None:
+        """Put a value there; a tuple on the way is made anew."""
+        for depth in range(len(self.steps) - 1, -1, -1):
+            owner, step = self._at(depth), self.steps[depth]
+            if step.kind != "element":
+                _put(owner, step, value)
+                return
+            items = [*owner[: step.key], value, *owner[step.key + 1 :]]
+            value = type(owner)(*items) if hasattr(owner, "_fields") else type(owner)(items)
+
+    def owners(self) -> list[Any]:
+        """The plain objects on the way."""
+        on_the_way = [self._at(depth) for depth in range(len(self.steps))]
+        return [owner for owner in on_the_way if _is_plain_object(type(owner))]
+
+    def _at(self, depth: int) -> Any:
+        value = self.root
+        for step in self.steps[:depth]:
+            value = _get(value, step)
+        return value
+
+
+def places_of_tensors(roots: Mapping[str, Any], registered: Set[int]) -> list[tuple[Tensor, list[Place]]]:
+    """The tensors that plain objects hold, also in containers inside of them, each with all places that hold it.
+
+    Left out are parameters, tensors of a subclass, those that autograd trains, what modules alone hold, and what lies
+    where no other value can be put: among the arguments of a partial function.
+
+    Args:
+        roots: the modules from which the objects are reached, by path.
+        registered: the ids of the modules whose own members are known.
+    """
+    tensors: dict[int, Tensor] = {}
+    places: dict[int, list[Place]] = {}
+    of_objects = set[int]()
+    fixed = set[int]()
+    stack = [(path, root, root, (), False) for path, root in reversed(roots.items())]
+    seen = set[tuple[int, bool]]()
+    while stack:
+        path, value, root, steps, in_object = stack.pop()
+        if isinstance(value, Tensor):
+            if type(value) is Tensor and not (value.requires_grad and value.is_leaf):
+                tensors[id(value)] = value
+                places.setdefault(id(value), []).append(Place(root, steps, path))
+                of_objects.update({id(value)} if in_object else ())
+                fixed.update({id(value)} if _is_fixed(steps) else ())
+            continue
+        if isinstance(value, _PLAIN) or (id(value), in_object) in seen:
+            continue
+        seen.add((id(value), in_object))
+        is_module = isinstance(value, nn.Module)
+        if is_module and steps and id(value) in registered:
+            continue  # it is a root itself
+        inside = (in_object or _is_plain_object(type(value))) and not is_module
+        for step, member in reversed(members(value, registered) or ()):
+            stack.append((step.after(path), member, root, (*steps, step), inside))
+    return [(tensor, places[key]) for key, tensor in tensors.items() if key in of_objects and key not in fixed]
+
+
+def _is_fixed(steps: tuple[Step, ...]) -> bool:
+    """Whether no other value can be put at the end of the steps."""
+    depth = len(steps) - 1
+    while steps[depth].kind == "element":
+        depth -= 1
+    return steps[depth].kind == "fixed"
+
+
+@attrs.frozen(eq=False)
+class Change:
+    """A change that a run made: the path of what changed, and the values before and after it."""
+
+    path: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        if all(isinstance(value, _PLAIN) and len(repr(value)) < 40 for value in (self.before, self.after)):
+            return f"{self.path} of the module changes from {self.before!r} to {self.after!r} while it runs"
+        return f"{self.path} of the module changes while it runs"
+
+
+class _Absent:
+    """Stands for a member that is not there."""
+
+
+_ABSENT = _Absent()
+
+
+class Snapshot:
+    """What is reachable from some roots, as it is now.
+
+    Args:
+        roots: objects, by path.
+        registered: the ids of the modules among them whose parameters, buffers and parts are known.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], registered: Set[int] = frozenset()) -> None:
+        self._roots = dict(roots)
+        self._registered = registered
+        self._members: dict[int, tuple[Any, Members]] = {}
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        stack = list(self._roots.values())
+        while stack:
+            value = stack.pop()
+            if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._members or id(value) in self._contents:
+                continue
+            if (handle := _contents_handle(value)) is not None:
+                self._contents[id(value)] = value, handle.get(value)
+            elif (inside := members(value, registered)) is not None:
+                self._members[id(value)] = value, inside
+                stack += [member for _, member in inside]
+
+    def changes(self, state: Set[int] = frozenset()) -> Iterator[Change]:
+        """What has changed since, in the order of the roots.
+
+        Args:
+            state: the ids of tensors that may be replaced by others, because both are part of a state.
+        """
+        stack = [(path, root, root) for path, root in reversed(self._roots.items())]
+        seen = set[tuple[int, int]]()
+        while stack:
+            path, was, now = stack.pop()
+            if (id(was), id(now)) in seen:
+                continue
+            if isinstance(was, (*_PLAIN, Tensor)) or type(was) is not type(now):
+                if not _is_equal(was, now) and not _is_next(was, now, state):
+                    yield Change(path, was, now)
+                continue
+            seen.add((id(was), id(now)))
+            if id(was) in self._contents:
+                handle, before = _contents_handle(now), self._contents[id(was)][1]
+                if handle is not None and not handle.same(handle.get(now), before):
+                    yield Change(path, before, handle.get(now))
+            elif id(was) not in self._members:
+                if not _is_equal(was, now):
+                    yield Change(path, was, now)
+            else:
+                pairs = _paired(self._members[id(was)][1], members(now, self._registered) or [])
+                if any(step.kind == "item" and _Absent in (type(old), type(new)) for step, old, new in pairs):
+                    yield Change(path, was, now)  # it holds more, or less
+                    continue
+                stack += [(step.after(path), before, after) for step, before, after in reversed(pairs)]
+
+    def restore(self) -> None:
+        """Put back what has changed."""
+        for value, before in self._members.values():
+            now = members(value, self._registered) or []
+            if len(now) == len(before) and all(
+                step == other and member is old for (step, member), (other, old) in zip(now, before, strict=True)
+            ):
+                continue
+            _restore(value, now, before)
+        for value, contents in self._contents.values():
+            handle = _contents_handle(value)
+            if handle is not None and not handle.same(handle.get(value), contents):
+                handle.put(value, contents)
+
+
+def _paired(before: Members, now: Members) -> list[tuple[Step, Any, Any]]:
+    """(step, member before, member now) for each step of either."""
+    old_members = dict(before)
+    new_members = dict(now)
+    steps = [*old_members, *(step for step in new_members if step not in old_members)]
+    return [(step, old_members.get(step, _ABSENT), new_members.get(step, _ABSENT)) for step in steps]
+
+
+def _restore(value: Any, now: Members, before: Members) -> None:
+    """Give an object the members that it had."""
+    for step, member, after in _paired(before, now):
+        if step.kind in ("item", "element", "fixed") or member is after:
+            continue
+        if member is _ABSENT:
+            _remove(value, step)
+        else:
+            _put(value, step, member)
+    items = {step.key: member for step, member in before if step.kind == "item"}
+    if isinstance(value, dict):
+        value.clear()
+        value.update(items)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(items.values())
+
+
+@attrs.frozen(eq=False)
+class _Contents:
+    """How the contents of a mutable object that has no members are copied, compared and put back."""
+
+    get: Callable[[Any], Any]
+    put: Callable[[Any, Any], Any]
+    same: Callable[[Any, Any], bool]
+
+
+def _refill(value: set[Any], contents: Set[Any]) -> None:
+    value.clear()
+    value.update(contents)
+
+
+_SET = _Contents(set, _refill, lambda now, was: bool(now == was))
+_BYTES = _Contents(bytes, lambda value, contents: value.__setitem__(slice(None), contents), lambda now, was: now == was)
+_ARRAY = _Contents(
+    lambda value: value[:],
+    lambda value, contents: value.__setitem__(slice(None), contents),
+    lambda now, was: bool(now == was),
+)
+_RANDOM = _Contents(random.Random.getstate, random.Random.setstate, lambda now, was: bool(now == was))
+_NUMPY_ARRAY = _Contents(
+    lambda value: value.copy(),
+    lambda value, contents: value.__setitem__(..., contents),
+    lambda now, was: now.shape == was.shape and (now is was or now.tobytes() == was.tobytes()),
+)
+_NUMPY_GENERATOR = _Contents(
+    lambda value: value.bit_generator.state,
+    lambda value, contents: setattr(value.bit_generator, "state", contents),
+    lambda now, was: repr(now) == repr(was),
+)
+_NUMPY_RANDOM_STATE = _Contents(
+    lambda value: value.get_state(legacy=False),
+    lambda value, contents: value.set_state(contents),
+    lambda now, was: bool(repr(now) == repr(was) and (now["state"]["key"] == was["state"]["key"]).all()),
+)
+
+
+def _contents_handle(value: Any) -> _Contents | None:
+    """How the contents of this object are handled; None if it has members, or cannot change."""
+    kind = type(value)
+    if issubclass(kind, set):
+        return _SET
+    if kind is bytearray:
+        return _BYTES
+    if kind is array:
+        return _ARRAY
+    if issubclass(kind, random.Random):
+        return _RANDOM
+    if kind.__module__.partition(".")[0] != "numpy":
+        return None
+    if kind.__name__ == "ndarray":
+        return None if value.dtype.hasobject else _NUMPY_ARRAY
+    return {"Generator": _NUMPY_GENERATOR, "RandomState": _NUMPY_RANDOM_STATE}.get(kind.__name__)
+
+
+def _is_equal(was: Any, now: Any) -> bool:
+    """Whether one value can stand for another: the same object, or an equal value of a class that compares values."""
+    if was is now:
+        return True
+    if type(was) is not type(now) or isinstance(was, Tensor):
+        return False
+    try:
+        return bool(value_key(was) == value_key(now))
+    except Exception:  # a class whose objects cannot be compared
+        return False
+
+
+def _is_next(was: Any, now: Any, state: Set[int]) -> bool:
+    """Whether a tensor is the next value of one that is part of the state."""
+    return isinstance(was, Tensor) and type(now) is Tensor and id(was) in state
