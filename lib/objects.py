@@ -71,7 +71,7 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
         registered: the ids of modules whose parameters, buffers and parts are left out, because they are known.
     """
     if isinstance(owner, nn.Module):
-        return [*_of_module(owner, id(owner) in registered), *_of_class(type(owner))]
+        return [*_of_module(owner, id(owner) in registered), *_of_class(_kind(owner))]
     if isinstance(owner, type):
         return None
     if isinstance(owner, types.FunctionType):
@@ -87,9 +87,9 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
         found = [(Step("item", index), value) for index, value in enumerate(owner)]
     elif isinstance(owner, tuple):
         found = [(Step("element", index), value) for index, value in enumerate(owner)]
-    if _is_plain_object(type(owner)):
+    if _is_plain_object(_kind(owner)):
         attributes = [(Step("attribute", name), value) for name, value in _attributes(owner)]
-        found = [*(found or ()), *attributes, *_of_class(type(owner))]
+        found = [*(found or ()), *attributes, *_of_class(_kind(owner))]
     return found
 
 
@@ -104,19 +104,24 @@ def _of_module(module: nn.Module, is_registered: bool) -> Iterator[tuple[Step, A
             yield Step("attribute", name), value
 
 
+def _kind(value: Any) -> Any:
+    """The class of a value, which a cached function takes."""
+    return type(value)
+
+
 def _is_of_torch(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.")
 
 
 @functools.cache
-def _is_foreign(kind: type) -> bool:
+def _is_foreign(kind: Any) -> bool:
     """Whether a class is of torch, of weft or of the standard library."""
     package = kind.__module__.partition(".")[0]
     return package in ("torch", "weft", "numpy") or package in sys.stdlib_module_names
 
 
 @functools.cache
-def _is_plain_object(kind: type) -> bool:
+def _is_plain_object(kind: Any) -> bool:
     """Whether objects of a class are entered for their attributes."""
     package = kind.__module__.partition(".")[0]
     if issubclass(kind, (Tensor, types.ModuleType)) or (_is_foreign(kind) and package not in _OPEN_OF_THE_LIBRARY):
@@ -125,7 +130,7 @@ def _is_plain_object(kind: type) -> bool:
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: Any) -> tuple[str, ...]:
     """The names of a class's slots."""
     found = [name for base in kind.__mro__ for name, value in vars(base).items() if _is_slot(value)]
     return tuple(dict.fromkeys(found))
@@ -137,7 +142,7 @@ def _is_slot(value: Any) -> bool:
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(owner, "__dict__", {}).items()
-    for name in _slots(type(owner)):
+    for name in _slots(_kind(owner)):
         try:
             yield name, object.__getattribute__(owner, name)
         except AttributeError:  # a slot that is empty
@@ -145,11 +150,11 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def _classes_with_values(kind: type) -> tuple[type, ...]:
+def _classes_with_values(kind: Any) -> tuple[type, ...]:
     return tuple(base for base in kind.__mro__ if not _is_foreign(base) and not issubclass(base, tuple))
 
 
-def _of_class(kind: type) -> Iterator[tuple[Step, Any]]:
+def _of_class(kind: Any) -> Iterator[tuple[Step, Any]]:
     """The values that the classes of an object hold, for all of their objects."""
     for base in _classes_with_values(kind):
         for name, value in vars(base).items():
@@ -182,7 +187,7 @@ def _get(owner: Any, step: Step) -> Any:
 
 
 def _put(owner: Any, step: Step, value: Any) -> None:
-    if step.kind == "attribute" and hasattr(owner, "__dict__") and step.key not in _slots(type(owner)):
+    if step.kind == "attribute" and hasattr(owner, "__dict__") and step.key not in _slots(_kind(owner)):
         vars(owner)[step.key] = value  # and not setattr, which a module and a frozen class define anew
     elif step.kind == "attribute":
         object.__setattr__(owner, step.key, value)
@@ -232,7 +237,7 @@ class Place:
     def owners(self) -> list[Any]:
         """The plain objects on the way."""
         on_the_way = [self._at(depth) for depth in range(len(self.steps))]
-        return [owner for owner in on_the_way if _is_plain_object(type(owner))]
+        return [owner for owner in on_the_way if _is_plain_object(_kind(owner))]
 
     def _at(self, depth: int) -> Any:
         value = self.root
@@ -255,7 +260,9 @@ def places_of_tensors(roots: Mapping[str, Any], registered: Set[int]) -> list[tu
     places: dict[int, list[Place]] = {}
     of_objects = set[int]()
     fixed = set[int]()
-    stack = [(path, root, root, (), False) for path, root in reversed(roots.items())]
+    start: list[tuple[str, Any, Any, tuple[Step, ...], bool]]
+    start = [(path, root, root, (), False) for path, root in roots.items()]
+    stack = start[::-1]
     seen = set[tuple[int, bool]]()
     while stack:
         path, value, root, steps, in_object = stack.pop()
@@ -272,7 +279,7 @@ def places_of_tensors(roots: Mapping[str, Any], registered: Set[int]) -> list[tu
         is_module = isinstance(value, nn.Module)
         if is_module and steps and id(value) in registered:
             continue  # it is a root itself
-        inside = (in_object or _is_plain_object(type(value))) and not is_module
+        inside = (in_object or _is_plain_object(_kind(value))) and not is_module
         for step, member in reversed(members(value, registered) or ()):
             stack.append((step.after(path), member, root, (*steps, step), inside))
     return [(tensor, places[key]) for key, tensor in tensors.items() if key in of_objects and key not in fixed]

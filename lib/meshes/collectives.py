@@ -155,7 +155,8 @@ def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Coll
             return AllToAll(*given, int(split), int(concat))
         case "ppermute", None, None, None, str(pairs):
             return PPermute(*given, _parsed_pairs(pairs))
-    return None
+        case _:
+            return None
 
 
 def _parsed_pairs(text: str) -> tuple[tuple[int, int], ...]:
@@ -189,6 +190,8 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
     match effect:
         case AllGather(dim=dim):
             used = (dim,)
+        case AllReduce():
+            pass
         case ReduceScatter(dim=dim):
             cut_dim, used = dim, (dim,)
         case AllToAll(split_dim=split, concat_dim=concat):

@@ -6,6 +6,8 @@ if something else (a returned output, or a full edge) keeps the two apart in eve
 programs that are right and `fenced`.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -23,6 +25,8 @@ from weft.proofs.strategies.schedules import Woven
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job
+from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.simulate import simulate
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.weaving import interleaved
 
@@ -82,12 +86,15 @@ def _waits(program: Program, mb: int, after: int) -> bool:
 
 
 def own_schedules_are_compositions(case: Woven, transport: Transport | None = None) -> None:
-    """L10: programs that run stages in any order that they allow pass the checker, and a pipeline that executes them
-    returns what the stages return one after the other. Edited ones do so too, or are refused; and the checker refuses
-    what goes wrong."""
+    """L10: programs that run stages in any order that they allow pass the checker, and take as few rounds as the order
+    needs; and a pipeline that executes them returns what the stages return one after the other. Edited ones do so too,
+    or are refused; and the checker refuses what goes wrong."""
     law = "L10 own schedules are compositions"
     if (refused := refusal(case.scheduled)) is not None:
         raise LawViolation(f"{law}: refused: {refused}")
+    rounds, fewest = _rounds(case), fewest_rounds(case.scheduled.programs, case.scheduled.jobs)
+    if rounds > fewest:
+        raise LawViolation(f"{law}: {rounds} rounds of equally fast stages, where {fewest} are enough")
     wanted = _one_after_the_other(case)
     if (seen := _streamed(case, case.scheduled, transport)) != wanted:
         raise LawViolation(f"{law}: {seen} for {wanted}")
@@ -101,6 +108,43 @@ def own_schedules_are_compositions(case: Woven, transport: Transport | None = No
         raise LawViolation(f"{law}: accepted after an edit, it raises {type(error).__name__}") from error
     if seen != wanted:
         raise LawViolation(f"{law}: accepted after an edit, it returns {seen} for {wanted}")
+
+
+def fewest_rounds(programs: Sequence[Program], jobs: Sequence[Job]) -> int:
+    """The rounds after which the last run of these orders ends, if every run takes one round and begins as soon as it
+    can: after the run before it on its rank, after the stage before on its micro-batch, and after the last stage on the
+    job that its own runs after. This is the length of the longest chain of runs, without any thought of messages.
+
+    Args:
+        programs: of all ranks, of which only the runs of stages count, in their order.
+        jobs: one per micro-batch.
+    """
+    orders = [[e for e in p.effects if isinstance(e, Run) and e.stage is not None] for p in programs]
+    last = max((e.stage for order in orders for e in order if e.stage is not None), default=0)
+    before: dict[tuple[int, int], tuple[int, int]] = {}
+    for order in orders:
+        for one, other in itertools.pairwise(order):
+            before[_run(other)] = _run(one)
+
+    @functools.cache
+    def end(stage: int, microbatch: int) -> int:
+        after = jobs[microbatch].after
+        needed = [before[stage, microbatch]] if (stage, microbatch) in before else []
+        needed += [(stage - 1, microbatch)] if stage else []
+        needed += [] if after is None else [(last, after)]
+        return 1 + max((end(*run) for run in needed), default=0)
+
+    return max((end(*_run(e)) for order in orders for e in order), default=0)
+
+
+def _run(effect: Run) -> tuple[int, int]:
+    assert effect.stage is not None, "an advance takes no round"
+    return effect.stage, effect.microbatch
+
+
+def _rounds(case: Woven) -> int:
+    """The rounds that the programs take if every run takes one, and nothing else takes any time."""
+    return round(simulate(case.scheduled.programs, Costs((1.0,) * case.num_stages)).step_time)
 
 
 def _stage(param: int, state: Tensor, batch: tuple[Tensor, int], x: Tensor | None) -> tuple[Tensor, Tensor]:

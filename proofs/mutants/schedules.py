@@ -1,14 +1,14 @@
 """Planted bugs of schedules: in the generators of programs, and in the checker."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import Broadcast, Collective, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
@@ -16,6 +16,7 @@ from weft.schema import Schema
 from weft.transforms.pipelines.checker import _check_runs, check_buffers, check_needs, check_peers
 from weft.transforms.pipelines.machine import Machine, Step, interleave
 from weft.transforms.pipelines.schedule import _effects
+from weft.transforms.pipelines.weaving import _Loom
 
 _SCHEDULE, _CHECKER = "weft.transforms.pipelines.schedule", "weft.transforms.pipelines.checker"
 _MACHINE, _PIPELINE = "weft.transforms.pipelines.machine", "weft.transforms.pipelines.pipeline"
@@ -107,6 +108,25 @@ def _outputs_of_nobody(program: Program, returning: frozenset[int], num_stages: 
     return check_needs(program, frozenset(), num_stages)
 
 
+@contextmanager
+def _lazy_loom() -> Iterator[None]:
+    """Ranks receive only where they would otherwise wait, so that others wait for room."""
+    take_in = _Loom._take_in
+
+    def late(self: _Loom, rank: int) -> None:
+        if not self._is_ready(rank):
+            take_in(self, rank)
+
+    with mock.patch.object(_Loom, "_take_in", late):
+        yield
+
+
+def _any_collective(program: Program, num_stages: int) -> Iterator[ProgramError]:
+    """Finds nothing wrong with collectives."""
+    known = (e for e in program.effects if not isinstance(e, Collective))
+    return check_peers(attrs.evolve(program, effects=tuple(known)), num_stages)
+
+
 _ENDING_ANYHOW = partial(mock.patch.object, Machine, "leftover", _nothing)
 _MADE, _CHECKED, _BROKEN = find("L10", "schedules are right"), find("L10", "checker"), find("L10", "broken")
 _OWN, _WORKER = find("L10", "own schedules"), "weft.transforms.pipelines.worker"
@@ -130,6 +150,8 @@ SCHEDULES = (
     Mutant("ranks may differ in what they run", _BROKEN, replace(_CHECKER, "_check_runs", _nothing)),
     Mutant("own schedules may leave work undone", _OWN, replace(_PIPELINE, "refuse_other_work", _nothing)),
     Mutant("states come back by rank", _OWN, replace(_WORKER, "_index", lambda own: 0)),
+    Mutant("messages wait until a rank needs them", _OWN, _lazy_loom),
+    Mutant("a collective is accepted, and not performed", _BROKEN, replace(_CHECKER, "check_peers", _any_collective)),
     Mutant("any rank's result may return", _BROKEN, replace(_CHECKER, "check_peers", _any_root)),
 )
 """The bugs of `make_programs`, of its window, and of each part of `check`."""

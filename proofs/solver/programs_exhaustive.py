@@ -10,7 +10,19 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Effect,
+    Fence,
+    Program,
+    Recv,
+    ReduceScatter,
+    Run,
+    Send,
+)
 from weft.schema import Schema
 
 CAPACITIES = (1, 2, 3)
@@ -85,6 +97,8 @@ class Move:
             case Fence():
                 self.require(("sent", mb, 0) in self.holds, "waits for what was not sent")
                 return not self.flies(mb)
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+                self.require(False, "is performed by stages, and not by programs")
         return True
 
     def goes_on(self, stage: int) -> bool:
@@ -226,6 +240,8 @@ def _kinds(program: Program, source: int, to: int) -> Iterator[str]:
                 yield "stage"
             case Broadcast(root) if root == source and program.rank in (source, to):
                 yield "return"
+            case _:
+                pass
 
 
 def fault(programs: Sequence[Program], *, buffers: int | None = None) -> str | None:
@@ -262,4 +278,6 @@ def _fenced(program: Program, buffers: int) -> bool:
                 if len(before) >= buffers and (own, before[-buffers]) in open_:
                     return False
                 before.append(mb)
+            case _:
+                pass
     return True

@@ -1,12 +1,26 @@
 """Programs of pipelines: right ones for any jobs, ones with a named fault, and ones edited at random."""
 
 from collections.abc import Callable
+from typing import Any, get_args
 
 import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Effect,
+    Fence,
+    Program,
+    Recv,
+    ReduceScatter,
+    Run,
+    Send,
+)
 from weft.proofs.solver.programs_exhaustive import fault
 from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.schedule import Job, make_programs
@@ -113,6 +127,15 @@ def _rewrite(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled)
     effects[at.index] = draw(any_effects(len(case.programs), len(case.jobs)))
 
 
+def _insert(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects.insert(draw(st.integers(0, len(effects))), draw(any_effects(len(case.programs), len(case.jobs))))
+
+
+def _collective(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    kinds = any_effects(len(case.programs), len(case.jobs)).filter(lambda e: isinstance(e, Collective))
+    effects.insert(draw(st.integers(0, at.index)), draw(kinds))
+
+
 def _other_peer(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
     peer = draw(st.integers(0, len(case.programs)))
     match at.effect:
@@ -122,6 +145,10 @@ def _other_peer(draw: st.DrawFn, effects: list[Effect], at: Place, case: Schedul
             effects[at.index] = attrs.evolve(at.effect, source=peer)
         case Broadcast():
             effects[at.index] = attrs.evolve(at.effect, root=peer)
+        case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            effects[at.index] = attrs.evolve(at.effect, ranks=(peer,))
+        case Run() | Fence():
+            pass
 
 
 def _other_schema(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
@@ -138,11 +165,30 @@ def _other_stage(draw: st.DrawFn, effects: list[Effect], at: Place, case: Schedu
 
 
 def any_effects(num_ranks: int, num_microbatches: int) -> st.SearchStrategy[Effect]:
-    """Any effect, with ranks and micro-batches that exist, or one beyond them."""
-    rank, mb = st.integers(0, num_ranks), st.integers(0, num_microbatches)
-    schema, what = st.sampled_from((None, *SCHEMAS)), st.one_of(st.just("advance"), rank.map(lambda r: f"stage {r}"))
-    messages = (st.builds(kind, rank, mb, schema) for kind in (Send, Recv, Broadcast))
-    return st.one_of(st.builds(Run, what, mb), st.builds(Fence, mb), *messages)
+    """Any effect, of each kind that there is, with ranks and micro-batches that exist, or one beyond them.
+
+    >>> from hypothesis import find
+    >>> print(find(any_effects(2, 2), lambda effect: isinstance(effect, AllGather)))
+    all_gather dim 0 among 0 [mb 0]
+    """
+    rank = st.integers(0, num_ranks)
+    values: dict[str, st.SearchStrategy[Any]] = {
+        "what": st.one_of(st.just("advance"), rank.map(lambda stage: f"stage {stage}")),
+        "microbatch": st.integers(0, num_microbatches),
+        "schema": st.sampled_from((None, *SCHEMAS)),
+        "stage": st.one_of(st.none(), rank),
+        **dict.fromkeys(("to", "source", "root"), rank),
+    }
+    ranks = st.lists(rank, min_size=1, max_size=num_ranks, unique=True).map(tuple)
+
+    def of_kind(kind: type[Effect]) -> st.SearchStrategy[Effect]:
+        names = [field.name for field in attrs.fields(kind)]
+        drawn = {name: values[name] for name in names if name in values}
+        if issubclass(kind, get_args(Collective)):
+            drawn["ranks"] = ranks
+        return st.builds(kind, **drawn)
+
+    return st.one_of([of_kind(kind) for kind in get_args(Effect)])
 
 
 def _of(*kinds: type) -> Where:
@@ -185,11 +231,12 @@ FAULTS: dict[str, tuple[Where, Edit]] = {
     "what returned last not taken in": (_takes, _drop_last),
     "too early": (_of(Send, Recv, Broadcast, Fence, Run), _move_forward),
     "a micro-batch omitted on one rank": (_stages, _omit),
+    "a collective, which no program performs": (_stages, _collective),
 }
 """Named faults, and the positions where they can be planted. The strategy drops edits that are not faults there."""
 
 EDITS: tuple[Edit, ...] = (
-    _drop, _double, _move, _rewrite, _swap_alike, _swap_neighbours, _omit, _other_schema, _other_peer,
+    _drop, _double, _move, _rewrite, _insert, _swap_alike, _swap_neighbours, _omit, _other_schema, _other_peer,
     _other_microbatch,
 )  # fmt: skip
 """Edits that apply to any effect."""

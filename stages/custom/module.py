@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -196,9 +197,12 @@ def _locks_of(parts: list[Any]) -> list["RLock"]:
     for part in parts:
         if _lock_of(part) is None:
             with suppress(TypeError):  # an object that cannot be referred to weakly
-                key = id(part)
-                _LOCKS[key] = weakref.ref(part, lambda _, key=key: _LOCKS.pop(key, None)), first
+                _LOCKS[id(part)] = weakref.ref(part, partial(_forget_lock, id(part))), first
     return [locks[key] for key in sorted(locks)]
+
+
+def _forget_lock(key: int, part: Any) -> None:
+    _LOCKS.pop(key, None)
 
 
 def _lock_of(part: Any) -> "RLock | None":

@@ -34,9 +34,11 @@ _OPTIONS: dict[str, Rule] = {
     "transport": TRANSPORT,
     "schedule": (
         lambda value: (
-            callable(value) or (isinstance(value, list | tuple) and all(isinstance(p, Program) for p in value))
+            value is None
+            or callable(value)
+            or (isinstance(value, list | tuple) and all(isinstance(p, Program) for p in value))
         ),
-        f"{_SCHEDULE}: interleaved(2); or the programs",
+        f"{_SCHEDULE}: interleaved(2); or the programs; None: make_programs",
     ),
 }
 

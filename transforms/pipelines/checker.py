@@ -23,11 +23,29 @@ import torch
 
 from weft import __version__
 from weft.arguments.checks import Rule, check_values
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send, listing
+from weft.effects import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Effect,
+    Fence,
+    Program,
+    Recv,
+    ReduceScatter,
+    Run,
+    Send,
+    listing,
+)
 from weft.errors import ProgramError
 from weft.meshes.mesh import Mesh
 from weft.transforms.pipelines.lanes import lane_rank, spread
 from weft.transforms.pipelines.machine import Machine, Step, interleave, puts, stage_sent, takes
+
+_COLLECTIVES = (
+    "a collective inside a stage (weft.all_reduce(x, axis)), with weft.shard(stage, mesh, ...) or "
+    "weft.pipeline(stages, mesh=mesh): a program of a pipeline performs none"
+)
 
 PROGRAMS: Rule = (
     lambda given: isinstance(given, list | tuple) and all(isinstance(program, Program) for program in given),
@@ -117,7 +135,8 @@ def _ran(program: Program, what: str) -> list[int]:
 
 def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """An error for each effect that this rank cannot have: a rank runs its own stages, receives from the rank
-    before it and sends to the rank after it (rank 0 is after the last one); the last rank broadcasts."""
+    before it and sends to the rank after it (rank 0 is after the last one); the last rank broadcasts. Collectives are
+    performed inside stages, and not by programs."""
     rank, ranks = program.rank, program.num_ranks
     last, following, previous = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
     for effect in program.effects:
@@ -142,6 +161,8 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
                 ok, instead = own or effect.what == "advance", f"run stage {rank}, or run advance"
             case Fence():
                 ok, instead = True, ""
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+                ok, instead = False, _COLLECTIVES
         if not ok:
             yield _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
 
@@ -186,7 +207,7 @@ def _needs(program: Program, effect: Effect, returning: frozenset[int], num_stag
     rank, ranks, mb = program.rank, program.num_ranks, effect.microbatch
     own = range(rank, num_stages, ranks)
     match effect:
-        case Recv():
+        case Recv() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
             pass
         case Run("advance"):
             yield from (Run(f"stage {stage}", mb) for stage in own)

@@ -8,7 +8,19 @@ from typing import Any
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Program, Recv, Send
+from weft.effects import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Effect,
+    Fence,
+    Program,
+    Recv,
+    ReduceScatter,
+    Run,
+    Send,
+)
 from weft.errors import ProgramError
 from weft.meshes.mesh import Mesh
 from weft.transforms.pipelines.machine import Step, stage_sent
@@ -74,4 +86,5 @@ def _moved(effect: Effect, rank: int, lane: tuple[int, ...]) -> Effect:
             return attrs.evolve(effect, source=lane[source], stage=stage_sent(Step(rank, effect)))
         case Broadcast(root):
             return attrs.evolve(effect, root=lane[root], ranks=lane)
-    return effect
+        case Run() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            return effect

@@ -11,9 +11,9 @@ from typing import Literal
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import Collective, impossible
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, impossible
 
 _TOGETHER = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
 
@@ -43,10 +43,11 @@ def puts(step: Step, num_ranks: int) -> tuple[Edge, ...]:
     match step.effect:
         case Send(to):
             return (Edge(step.rank, to, "stages"),)
-        case Broadcast(root, ranks=ranks) if root == step.rank:
+        case Broadcast(root, ranks=ranks):
             receivers = range(num_ranks) if ranks is None else ranks
-            return tuple(Edge(root, rank, "returns") for rank in receivers if rank != root)
-    return ()
+            return tuple(Edge(root, rank, "returns") for rank in receivers if rank != root == step.rank)
+        case Run() | Recv() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            return ()
 
 
 def takes(step: Step) -> Edge | None:
@@ -54,9 +55,10 @@ def takes(step: Step) -> Edge | None:
     match step.effect:
         case Recv(source):
             return Edge(source, step.rank, "stages")
-        case Broadcast(root) if root != step.rank:
-            return Edge(root, step.rank, "returns")
-    return None
+        case Broadcast(root):
+            return Edge(root, step.rank, "returns") if root != step.rank else None
+        case Run() | Send() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            return None
 
 
 def matches(sent: Step, taken: Step) -> bool:
@@ -75,7 +77,8 @@ def stage_sent(step: Step) -> int | None:
             return step.rank if stage is None else stage
         case Recv(source, stage=stage):
             return source if stage is None else stage
-    return None
+        case Run() | Broadcast() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            return None
 
 
 class Machine:

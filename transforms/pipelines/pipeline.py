@@ -340,7 +340,7 @@ def pipeline(
     advance: Advance | None = None,
     schema: Schema | None = None,
     transport: Transport | None = None,
-    schedule: Schedule | Sequence[Program] = make_programs,
+    schedule: Schedule | Sequence[Program] | None = None,
     mesh: Any = None,
 ) -> Pipelined:
     """Span a step over stages: each rank has a program of Send, Recv and Run, checked and then executed by a transport.
@@ -358,10 +358,10 @@ def pipeline(
         schema: of what travels between two stages; if given, every value is compared with it.
         transport: executes the programs; None: `Local()`, in this process and thread.
         schedule: a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, such as
-            `make_programs`, `interleaved(num_ranks)`, or one that calls `weave`; or the programs themselves, such as
-            edited ones (`parse_listing`). Stage s runs on rank s % num_ranks, where num_ranks is the number of
-            programs. They are checked before every new number of micro-batches: also that they run each job, in order,
-            after the job that it waits for, and return the output of each job that feeds.
+            `interleaved(num_ranks)`, or one that calls `weave`; or the programs themselves, such as edited ones
+            (`parse_listing`); None: `make_programs`. Stage s runs on rank s % num_ranks, where num_ranks is the number
+            of programs. They are checked before every new number of micro-batches: also that they run each job, in
+            order, after the job that it waits for, and return the output of each job that feeds.
         mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along which ranks share each
             stage: the stage is then a function of one rank's part, as for `weft.shard`. It runs on `Threads` or
             `Distributed`. Nothing is cut for you: params and state have an entry for each rank that runs a stage here,
@@ -391,4 +391,6 @@ def pipeline(
     stages = check_stages("pipeline", stages)
     check_lending(f"pipeline(<{len(stages)} stages>)", stages)
     check_options(len(stages), microbatches, advance, schema, transport, schedule)
-    return Pipelined(stages, microbatches, advance, schema, transport or Local(), schedule, mesh)
+    transport = Local() if transport is None else transport
+    schedule = make_programs if schedule is None else schedule
+    return Pipelined(stages, microbatches, advance, schema, transport, schedule, mesh)

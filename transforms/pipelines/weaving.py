@@ -98,9 +98,10 @@ def weave(
     """The programs in which each rank runs stages in the given order: the receives, sends, returned outputs, fences and
     advances are added, in an order in which one message on an edge is enough.
 
-    It plays the runs in rounds, as if all stages were equally fast. An output that returns is received in the first
-    round in which it can be, and any message by a rank that cannot run. So every order ends in which a run comes after
-    those that it needs.
+    It plays the runs in rounds, as if all stages were equally fast. A message is received in the round after it was
+    sent, before the rank runs on, so that no rank waits for room on an edge: each runs as soon as what its next run
+    needs is there, and no programs of these orders take fewer rounds. Every order ends in which a run comes after those
+    that it needs.
 
     Args:
         runs: for each rank, its runs of stages in order; stage s runs on rank s % len(runs).
@@ -182,35 +183,25 @@ class _Loom:
         count, ranks = sum(map(len, self.effects)), range(len(self.orders))
         for rank in ranks:
             self._take_in(rank)
-        going = {rank for rank in ranks if self._is_ready(rank)}
-        while late := {rank for rank in going if not self._has_room(rank, going)}:
-            going -= late
-        for rank in ranks:
-            if rank in going:
-                self._start(rank)
-            else:
-                self._receive(rank)
+        going = [rank for rank in ranks if self._is_ready(rank)]
+        for rank in going:
+            self._start(rank)
         for rank in going:
             self._finish(rank)
         return sum(map(len, self.effects)) > count
 
     def _take_in(self, rank: int) -> None:
-        """Receive the outputs that have returned, as far as they are the oldest messages of their channel."""
-        last = len(self.orders) - 1
-        channel = self.channels.get((last, rank), [])
-        while channel and isinstance(channel[0], Broadcast):
-            mb = channel.pop(0).microbatch
-            self.effects[rank].append(Broadcast(last, mb))
-            self._return(rank, mb)
-
-    def _receive(self, rank: int) -> None:
-        """Receive the oldest message from the rank before, if it is for a stage: it makes room for others."""
-        source = (rank - 1) % len(self.orders)
-        channel = self.channels.get((source, rank), [])
-        if channel and isinstance(sent := channel[0], Send):
-            channel.pop(0)
-            self.effects[rank].append(Recv(source, sent.microbatch, self.schema, sent.stage))
-            self.made.add((source if sent.stage is None else sent.stage, sent.microbatch))
+        """Receive all that was sent in the round before. So each edge has room for what this round sends, and no run
+        waits for a fence."""
+        last, before = len(self.orders) - 1, (rank - 1) % len(self.orders)
+        for source in dict.fromkeys((last, before)):
+            for sent in self.channels.pop((source, rank), []):
+                if isinstance(sent, Broadcast):
+                    self.effects[rank].append(Broadcast(last, sent.microbatch))
+                    self._return(rank, sent.microbatch)
+                else:
+                    self.effects[rank].append(Recv(source, sent.microbatch, self.schema, sent.stage))
+                    self.made.add((source if sent.stage is None else sent.stage, sent.microbatch))
 
     def _return(self, rank: int, mb: int) -> None:
         self.taken[rank].add(mb)
@@ -223,7 +214,7 @@ class _Loom:
         return run.stage, run.microbatch
 
     def _is_ready(self, rank: int) -> bool:
-        """Whether a rank's next run has its input, the output that it waits for, and a buffer for its result."""
+        """Whether a rank's next run has its input, and the output that it waits for."""
         if not self.orders[rank]:
             return False
         stage, mb = self._next(rank)
@@ -232,12 +223,9 @@ class _Loom:
             before.add(after)
         if not before <= self.taken[rank] or mb in self.ran[stage]:
             return False
-        if (fence := self._fenced(stage)) is not None and self._is_under_way(rank, fence):
-            return False
-        if stage == 0 or (stage - 1, mb) in self.made:
-            return True
-        channel = self.channels.get(((rank - 1) % len(self.orders), rank), [])
-        return bool(channel) and channel[0] == self._send(stage - 1, mb)
+        if len(self.orders) == 1 and self.buffers is not None and any(own == stage for own, _ in self.made):
+            return False  # the next stage of the rank takes the result before this one makes another
+        return stage == 0 or (stage - 1, mb) in self.made
 
     def _send(self, stage: int, mb: int) -> Send:
         ranks = len(self.orders)
@@ -251,34 +239,9 @@ class _Loom:
         mb = ran[-buffers]
         return mb if stage < self.num_stages - 1 or self.jobs[mb].feeds else None
 
-    def _is_under_way(self, rank: int, mb: int) -> bool:
-        mine = (channel for (source, _), channel in self.channels.items() if source == rank)
-        return any(sent.microbatch == mb for channel in mine for sent in channel)
-
-    def _has_room(self, rank: int, going: set[int]) -> bool:
-        """Whether a rank can send the result of its next run: no message of its kind is under way, or the receiver
-        takes it in this round."""
-        stage, mb = self._next(rank)
-        ranks = len(self.orders)
-        if ranks == 1:  # the next stage of the rank takes the result before this one makes another
-            return self.buffers is None or not any(own == stage for own, _ in self.made)
-        if stage == self.num_stages - 1:
-            others = (self.channels.get((rank, to), []) for to in range(rank))
-            return not self.jobs[mb].feeds or not any(isinstance(e, Broadcast) for sent in others for e in sent)
-        to = (rank + 1) % ranks
-        sent = [e for e in self.channels.get((rank, to), []) if isinstance(e, Send)]
-        return not sent or to not in going or self._takes(to)
-
-    def _takes(self, rank: int) -> bool:
-        """Whether the next run of a rank receives its input."""
-        stage, mb = self._next(rank)
-        return stage > 0 and (stage - 1, mb) not in self.made
-
     def _start(self, rank: int) -> None:
-        """Receive the input of a rank's next run, and run."""
+        """Start a rank's next run."""
         stage, mb = self._next(rank)
-        if stage and (stage - 1, mb) not in self.made:
-            self._receive(rank)
         if (fence := self._fenced(stage)) is not None:
             self.effects[rank].append(Fence(fence))
         self.made.discard((stage - 1, mb))

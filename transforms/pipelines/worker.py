@@ -9,7 +9,18 @@ from torch import Tensor
 
 from weft.arguments.checks import kind_of
 from weft.donation import clone
-from weft.effects import Broadcast, Effect, Fence, Recv, Run, Send
+from weft.effects import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Effect,
+    Fence,
+    Recv,
+    ReduceScatter,
+    Run,
+    Send,
+)
 from weft.errors import ProgramError
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, placed
@@ -146,6 +157,8 @@ class Worker:
                 self.outputs[mb] = link.recv(effect)
             case Fence():
                 link.fence(effect)
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+                raise AssertionError(f"the checker refuses '{effect}' in a pipeline's program")
 
     def _placed(self, link: Link) -> AbstractContextManager[None]:
         """The context in which a stage that ranks share runs."""

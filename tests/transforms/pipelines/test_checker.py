@@ -1,17 +1,20 @@
 """The checker refuses each planted fault, and its error names the fault and the remedy."""
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, find, given, settings
 from planting import FED, OTHER, SCHEMA, Fault, before, planted, program, refused, replaced, without
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import Broadcast, Collective, Effect, Fence, Program, Recv, Run, Send, parse_effect
+from weft.errors import ProgramError
 from weft.proofs.laws import broken_programs_are_refused, checker_is_right, schedules_are_right
 from weft.proofs.solver.programs_exhaustive import fault, fenced
 from weft.proofs.strategies import FAULTS, Broken, Scheduled, broken_programs, edited_programs, programs
+from weft.proofs.strategies.programs import any_effects
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.machine import Edge, Machine, Step, interleave, puts, takes
 from weft.transforms.pipelines.pipeline import pipeline
@@ -235,6 +238,35 @@ def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refus
         examples()
     assert refused_ones >= 2000
     assert accepted >= 800
+
+
+@pytest.mark.parametrize("kind", get_args(Collective))
+@pytest.mark.parametrize("place", range(3))
+def test_a_collective_is_refused_wherever_it_stands(kind: type[Collective], place: int) -> None:
+    """A worker would not perform it, and so return something else without a word."""
+    effect = kind((0, 1))
+    made = [
+        planted(make_programs(2, [Job(feeds=False)], advances=False), rank, put(effect, place))[rank] for rank in (0, 1)
+    ]
+    error = refused(made)
+    assert (error.call, error.seen) == ("check of rank 0's program", f"'{effect}' on rank 0 of 2")
+    assert error.instead == (
+        "a collective inside a stage (weft.all_reduce(x, axis)), with weft.shard(stage, mesh, ...) or "
+        "weft.pipeline(stages, mesh=mesh): a program of a pipeline performs none"
+    )
+    with pytest.raises(ProgramError, match=re.escape(f"'{effect}' on rank 0 of 2")):
+        pipeline([lambda p, s, batch, x: (s, batch)] * 2, schedule=made)
+
+
+def put(effect: Effect, place: int) -> Fault:
+    return lambda effects: effects.insert(place, effect)
+
+
+def test_any_effect_of_the_union_is_drawn() -> None:
+    """A new kind of effect is drawn from then on; one that needs a value that the strategy does not have fails here."""
+    for kind in get_args(Effect):
+        drawn = find(any_effects(2, 2), lambda effect, kind=kind: isinstance(effect, kind))
+        assert parse_effect(str(drawn)) == drawn
 
 
 def test_each_named_fault_breaks_some_programs() -> None:

@@ -83,6 +83,7 @@ def test_every_schedule_is_a_composition(name: str, transport: Any, microbatches
 def test_the_default_is_such_a_function() -> None:
     listed = str(pipeline([stage] * 3, microbatches=2, advance=advance))
     assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=make_programs))
+    assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=None))
     again = parse_listing(listed)
     assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=lambda *_, **__: again))
 

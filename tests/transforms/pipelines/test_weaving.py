@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from weft.display.tables import Table
 from weft.effects import Broadcast, Program, Run
 from weft.errors import ProgramError
+from weft.proofs.laws.schedule import fewest_rounds
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.schedule import Job, decode_jobs, make_programs
 from weft.transforms.pipelines.timing.costs import Costs
@@ -104,6 +105,25 @@ def test_a_message_that_is_not_yet_needed_is_received_early() -> None:
         "recv stage 0 from 0 [mb 0]", "run stage 1 [mb 0]", "send stage 1 to 0 [mb 0]",
         "recv stage 0 from 0 [mb 1]", "recv stage 2 from 0 [mb 0]", "run stage 3 [mb 0]",
     ]  # fmt: skip
+
+
+def breadth_first(num_ranks: int, per_rank: int, microbatches: int) -> list[list[Run]]:
+    """Each rank runs a stage on all micro-batches before its next stage (Lamy-Poirier, 2022, "Breadth-first pipeline
+    parallelism")."""
+    stages = [range(rank, num_ranks * per_rank, num_ranks) for rank in range(num_ranks)]
+    return [[Run(f"stage {stage}", mb) for stage in own for mb in range(microbatches)] for own in stages]
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (2, 3, 4), (3, 2, 5), (4, 4, 8), (1, 3, 4)])
+@pytest.mark.parametrize("buffers", [None, 1])
+def test_a_breadth_first_order_idles_for_the_fill_alone(p: int, v: int, m: int, buffers: int | None) -> None:
+    if p == 1 and buffers:
+        pytest.skip("one rank overwrites a result before its next stage reads it")
+    jobs = [Job(feeds=False)] * m
+    programs = weave(breadth_first(p, v, m), jobs, advances=False, buffers=buffers)
+    check(programs, buffers=buffers)
+    rounds = simulate(programs, Costs((1.0,) * p * v)).step_time
+    assert rounds == fewest_rounds(programs, jobs) == v * m + p - 1
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.display.durations import duration, ticks, unit_of
 from weft.display.tables import COLOURS
-from weft.effects import Broadcast, Fence, Recv, Run
+from weft.effects import AllGather, AllReduce, AllToAll, Broadcast, Fence, Recv, ReduceScatter, Run, Send
 from weft.errors import CostError
 from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.timing.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words
@@ -93,13 +93,14 @@ def _mark(event: Event) -> str:
     match event.effect:
         case Recv():
             return "received"
-        case Broadcast(root) if root != event.rank:
-            return "received"
+        case Broadcast(root):
+            return "received" if root != event.rank else "sent"
         case Fence():
             return "fence"
-        case effect if isinstance(effect, Collective):
+        case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
             return "collective"
-    return "sent"
+        case Run() | Send():
+            return "sent"
 
 
 def _run(event: Event, x: float, width: float, top: float) -> Iterator[str]:
