@@ -84,9 +84,9 @@ def make_run(
     params = tuple(trace.params(num_stages, device)[rank] for rank in here)
     state = tuple(trace.state(num_stages, device)[rank] for rank in here)
     if variant != "whole step":
-        return PipelineExecutor(spanned(trace, num_stages, variant, transport), params, state, device)
+        return PipelineExecutor(spanned(trace, num_stages, variant, transport, device=device), params, state, device)
     ladder = make_ladder("full", Limits(trace.budget.cohort_size, trace.budget.max_num_tokens))
-    step = pipeline(trace.stages(num_stages), advance=advance, transport=transport)
+    step = pipeline(trace.stages(num_stages, device), advance=advance, transport=transport)
     return StepExecutor(graphify(step, ladder=ladder, collectives=True), params, state, device)
 
 

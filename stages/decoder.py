@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
 from weft.donation import donates
+from weft.errors import ProgramError
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.attention.paged import paged_attention_quantized
 from weft.ops.experts.products import run_experts
@@ -52,6 +53,7 @@ from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
 from weft.stages.shares import AXIS, TensorRanks
 from weft.state import State
+from weft.torchapi.private import to_device
 
 
 def decoder_stage(
@@ -75,6 +77,7 @@ def decoder_stage(
     reduction_leaves: int = 1,
     sown_names: SownNames | None = None,
     ranks: TensorRanks | None = None,
+    device: torch.device | str = "cpu",
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -96,6 +99,7 @@ def decoder_stage(
             captures, and what two of them carry; None: this stage knows its own alone.
         ranks: those that share the layers; the configuration, the parameters and the keys and values are then this
             rank's (`weft.stages.shares`), and the stage runs in a function that `weft.shard` runs.
+        device: of the parameters; RoPE's frequencies, which follow from the configuration, are made there.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -110,14 +114,15 @@ def decoder_stage(
     names = sown_names or SownNames(layout.num_stages)
     blocks, is_cut = attrs.evolve(BLOCKS, ranks=ranks, reduction_leaves=reduction_leaves), reduction_leaves > 1
 
-    _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    frequencies = to_device(frequencies, device)
     section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
 
     @donates("state")
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        check_call(name, layout, params, batch, x, section is not None)
+        check_call(name, layout, params, batch, x, section is not None, config.tie_word_embeddings)
         with invariant() if batch_invariant else nullcontext():
             resolved = resolve_inputs(name, functions.token_extras, state, batch)
             hidden = embed(params, resolved, batch.inputs_embeds, ranks) if x is None else x.hidden_states
@@ -126,8 +131,12 @@ def decoder_stage(
             positions = None
             if section is not None:
                 positions = mrope_positions(state, batch, resolved) if x is None else x.positions
+            if hidden.device != frequencies.device:
+                seen = f"parameters on {hidden.device}, and a stage made for {frequencies.device}"
+                instead = f"decoder_stage(..., device={str(hidden.device)!r})"
+                raise ProgramError(f"{name}(params, state, batch, x)", seen, instead)
             angles = resolved.positions if positions is None else positions
-            tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
+            tables = rope_tables(frequencies, angles, attention_factor, hidden.dtype, section)
             with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
                 given = params, state.kv_pages, own_batch, tables, hidden
                 hidden, pages = run_layers(config, blocks, *given, functions, layout.start)

@@ -45,8 +45,8 @@ def head(config: ModelConfig, params: DecoderParams, hidden: Tensor, leaves: int
     """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer; or those of a rank's share of the
     head, [n, columns]. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
-    assert params.lm_head is not None
-    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head, leaves)
+    assert params.head is not None
+    return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, leaves)
 
 
 def project(normed: Tensor, lm_head: Tensor, leaves: int = 0) -> Tensor:
@@ -89,10 +89,10 @@ def finish(
     prompt: tuple[Tensor | None, ...] = (None, None, None, None)
     if batch.targets is not None:
         assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
-        assert params.lm_head is not None
+        assert params.head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured, beside)
-        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed, ranks, leaves)
+        prompt = prompt_logprobs(normed, params.head, batch.targets, num_logprobs, changed, ranks, leaves)
     whole = shared.gather(logits).float() if keep_logits else None
     sampled: tuple[Any, ...] = (ids, logprobs, whole, *(more or (None, None, None)))
     if where is not None:

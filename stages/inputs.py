@@ -12,13 +12,19 @@ from weft.errors import DescriptorError, ProgramError, WeftError
 from weft.outputs import IntermediateTensors
 from weft.stages.attention.rope import position_fault
 from weft.stages.layout import StageLayout
-from weft.stages.params import DecoderParams
+from weft.stages.params import DecoderParams, head_fault
 from weft.stages.shares import TensorRanks
 from weft.state import State, resolve
 
 
 def check_call(
-    name: str, layout: StageLayout, params: DecoderParams, batch: Batch, x: IntermediateTensors | None, has_mrope: bool
+    name: str,
+    layout: StageLayout,
+    params: DecoderParams,
+    batch: Batch,
+    x: IntermediateTensors | None,
+    has_mrope: bool,
+    is_tied: bool,
 ) -> None:
     """Raise ProgramError for the parameters of another stage, and for a later stage without `x`; DescriptorError for a
     batch of another stage, or with positions that the model does not have."""
@@ -28,6 +34,8 @@ def check_call(
         parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
         seen = f"params of {', '.join(parts)}"
         instead = f"this stage's own, of layers {layout.start} to {layout.stop - 1}: Runner.params[{layout.index}]"
+    elif fault := head_fault(params, is_tied):
+        seen, instead = fault
     elif x is None and not layout.first:
         seen, instead = "x is None", "what the stage before returned"
     elif fault := position_fault(batch, x, has_mrope):

@@ -107,7 +107,7 @@ class Model:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.params.inv_freq.device
+        return self.params.layers[0].input_layernorm.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -252,8 +252,9 @@ class Model:
         options: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs, "num_drafts": num_drafts}
         if layout.last and self.functions.beside:
             models = {name: (one.config, one.params, one.functions) for name, one in self.functions.beside.items()}
-            own["beside"] = readers_beside(models)
+            own["beside"] = readers_beside(models, self.device)
         own["sown_names"] = self._sown_names.setdefault(layout.num_stages, SownNames(layout.num_stages))
+        own["device"] = self.device
         own["ranks"] = None if self.shard[1] == 1 else TensorRanks(AXIS, self.config.vocab_size)
         stage = decoder_stage(self.own_config, layout, **options, **own)
         for transform in self.transforms:

@@ -85,15 +85,23 @@ class DecoderParams(Summarized):
         embed_tokens: `[vocab, hidden]`; None except on the first stage.
         layers: the stage's layers, in order.
         norm: `[hidden]`; None except on the last stage.
-        lm_head: `[vocab, hidden]`; None except on the last stage; the embedding itself if the two are tied.
-        inv_freq: `[head_dim / 2]`, always float32: rounded frequencies would misplace far tokens.
+        lm_head: `[vocab, hidden]`; None except on the last stage, and None there too if the head is
+            tied to an embedding that the stage has: `head` is then the embedding. So each trained
+            tensor of a model is one leaf, and a constant, such as RoPE's frequencies, is none.
     """
 
     embed_tokens: Tensor | None
     layers: tuple[LayerParams, ...]
     norm: Tensor | None
-    lm_head: Tensor | None
-    inv_freq: Tensor
+    lm_head: Tensor | None = None
+
+    @property
+    def head(self) -> Tensor | None:
+        """The head `[vocab, hidden]`: `lm_head`, or the embedding that it is tied to; None except on the
+        last stage."""
+        if self.norm is None:
+            return None
+        return self.embed_tokens if self.lm_head is None else self.lm_head
 
 
 def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
@@ -107,16 +115,39 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
         ProgramError: `params` is not a whole model, or has another number of layers than the layouts were made for.
     """
     call = f"slice_params(params, {layout!r})"
-    if params.embed_tokens is None or params.norm is None or params.lm_head is None:
+    if params.embed_tokens is None or params.head is None:
         raise ProgramError(call, "params without an embedding or a head: already a stage's", "pass the whole model's")
     check_layout(layout, len(params.layers), call)
+    lm_head = None
+    if layout.last:
+        lm_head = params.lm_head if layout.first else params.head
     return DecoderParams(
         embed_tokens=params.embed_tokens if layout.first else None,
         layers=params.layers[layout.start : layout.stop],
         norm=params.norm if layout.last else None,
-        lm_head=params.lm_head if layout.last else None,
-        inv_freq=params.inv_freq,
+        lm_head=lm_head,
     )
+
+
+def head_fault(params: DecoderParams, is_tied: bool) -> tuple[str, str] | None:
+    """The fault of parameters that lack a head, or that have one beside the embedding to which the
+    configuration ties it; and what to pass instead.
+
+    Args:
+        params: of a stage, or of a whole model.
+        is_tied: the configuration's `tie_word_embeddings`.
+    """
+    if params.norm is None:
+        return None
+    is_embedding = is_tied and params.embed_tokens is not None
+    if is_embedding and params.lm_head is not None:
+        seen = "params.lm_head beside an embedding, and tie_word_embeddings=True"
+        instead = "lm_head=None: the head is the embedding; or a config with tie_word_embeddings=False"
+        return seen, instead
+    if not is_embedding and params.lm_head is None:
+        tied = "params without an embedding" if is_tied else "tie_word_embeddings=False"
+        return f"params.lm_head is None, and {tied}", "lm_head: a tensor [vocab, hidden]"
+    return None
 
 
 def num_bytes(params: DecoderParams) -> int:

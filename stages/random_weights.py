@@ -254,7 +254,7 @@ def random_params(
         return _without_gaps(field, whole)
 
     tensors = {path: cut_field(draw(path, field), field, own[path]) for path, field in fields.items()}
-    return assemble(config, layout, tensors, device)
+    return assemble(config, layout, tensors)
 
 
 def _check_memory(fields: Iterable[Field], dtype: torch.dtype, device: torch.device, call: str) -> None:

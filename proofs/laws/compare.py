@@ -11,9 +11,9 @@ from weft.transforms.pipelines.pipeline import compose
 D = TypeVar("D", bound=Descriptor)
 
 
-def whole(scenario: Scenario) -> Callable[..., Any]:
-    """The scenario's model as one step function."""
-    return compose(scenario.stages(1), advance=advance)
+def whole(scenario: Scenario, device: str = "cpu") -> Callable[..., Any]:
+    """The scenario's model on a device as one step function."""
+    return compose(scenario.stages(1, device), advance=advance)
 
 
 def larger(descriptor: D, ladder: Sequence[D]) -> list[D]:

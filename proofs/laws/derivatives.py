@@ -53,7 +53,7 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
 
 def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -> None:
     """L15: a graph of a step and its gradient gives both, bitwise, for each batch of a sequence."""
-    step, params = whole(scenario), scenario.params(1, device)
+    step, params = whole(scenario, device), scenario.params(1, device)
 
     def learn(params: Any, state: Any, batch: Batch) -> Any:
         def loss(params: Any) -> Any:
@@ -77,7 +77,7 @@ def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -
 
 def _steps(scenario: Scenario, device: str) -> Callable[[Any], tuple[Tensor, tuple[list[Tensor], Any]]]:
     """All steps of the scenario as one function of the parameters: a loss over all logits, the tokens, the state."""
-    step, batches, start = whole(scenario), scenario.batches(device), scenario.state(1, device)
+    step, batches, start = whole(scenario, device), scenario.batches(device), scenario.state(1, device)
 
     def run(params: Any) -> tuple[Tensor, tuple[list[Tensor], Any]]:
         state, losses, tokens = clone(start), [], []

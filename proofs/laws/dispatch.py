@@ -44,7 +44,7 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
     """L6: once the ladder is captured and frozen, every batch that it covers replays, and no step captures."""
     reqs, tokens = len(scenario.prompts), sum(map(len, scenario.prompts)) + len(scenario.prompts)
     ladder = make_ladder(mode, Limits(reqs, tokens))
-    graph = graphify(whole(scenario), ladder=ladder, split_at="weft::paged_attention")
+    graph = graphify(whole(scenario, device), ladder=ladder, split_at="weft::paged_attention")
     params, state = scenario.params(1, device), scenario.state(1, device)
     batches = scenario.batches(device)
     captures = graph.capture(params, state, batches[0]).captures
@@ -89,7 +89,7 @@ def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolut
 def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L7: the graph that runs has the class that dispatch chose, its number of LoRAs included. In capture, warm-up and
     replay, a uniform class is used only for a batch that was declared uniform, and the tensors have its sizes."""
-    step = whole(scenario)
+    step = whole(scenario, device)
 
     def recording(params: Any, state: Any, batch: Batch) -> Any:
         d = batch.descriptor

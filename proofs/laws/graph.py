@@ -24,7 +24,7 @@ def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device
 
     Every batch that some class covers replays, and no class is captured twice for batches with the same fields.
     """
-    eager, graph = whole(scenario), graphify(whole(scenario), ladder=ladder)
+    eager, graph = whole(scenario, device), graphify(whole(scenario, device), ladder=ladder)
     params = scenario.params(1, device)
     state, other = scenario.state(1, device), scenario.state(1, device)
     chosen = []

@@ -22,11 +22,11 @@ from weft.trees import tree_map
 def capture_leaves_no_trace(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L8: explaining, capturing the whole ladder, and a failed capture leave the state bitwise as it was."""
     graph, params, state = (
-        graphify(whole(scenario), ladder=ladder),
+        graphify(whole(scenario, device), ladder=ladder),
         scenario.params(1, device),
         scenario.state(1, device),
     )
-    failing = graphify(_then_fail(whole(scenario)), ladder=ladder)
+    failing = graphify(_then_fail(whole(scenario, device)), ladder=ladder)
     for batch in scenario.batches(device):
         before = clone(state)
         graph.explain(params, state, batch)
@@ -64,7 +64,7 @@ def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu"
 def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L9: a call's results never change; using a donated state again is an error that names the call that took it."""
     graph, params, state = (
-        graphify(whole(scenario), ladder=ladder),
+        graphify(whole(scenario, device), ladder=ladder),
         scenario.params(1, device),
         scenario.state(1, device),
     )

@@ -19,7 +19,7 @@ from weft.trees import tree_map
 
 def padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten memory contain."""
-    step, params = whole(scenario), scenario.params(1, device)
+    step, params = whole(scenario, device), scenario.params(1, device)
     for batch_index, batch in enumerate(scenario.batches(device)):
         for descriptor in larger(batch.descriptor, ladder):
             before = _run_to(scenario, step, params, batch_index, device, poison=0.0)
@@ -59,7 +59,7 @@ def _garbage_tail(padded: Batch, batch: Batch) -> Batch:
 
 def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L2 between stages: NaN in the padding of a received buffer reaches neither a request nor a page."""
-    stages, params = scenario.stages(2), scenario.params(2, device)
+    stages, params = scenario.stages(2, device), scenario.params(2, device)
     state, other = list(scenario.state(2, device)), list(scenario.state(2, device))
     for batch in scenario.batches(device)[:1]:
         for descriptor in larger(batch.descriptor, ladder)[:1]:

@@ -16,8 +16,10 @@ from weft.trees import tree_map
 def pieces_are_the_whole(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L5: a step captured in pieces, with attention between them, gives bitwise the results of the whole graph and of
     the function at the same padded class. It has one piece more than there are layers."""
-    pieces = piecewise(whole(scenario), split_at="weft::paged_attention", ladder=ladder)
-    one, eager, params = graphify(whole(scenario), ladder=ladder), whole(scenario), scenario.params(1, device)
+    pieces = piecewise(whole(scenario, device), split_at="weft::paged_attention", ladder=ladder)
+    one = graphify(whole(scenario, device), ladder=ladder)
+    eager = whole(scenario, device)
+    params = scenario.params(1, device)
     states = [scenario.state(1, device) for _ in range(3)]
     for batch in scenario.batches(device):
         padded = pad(batch, pieces.explain(params, states[0], batch).decision.descriptor)

@@ -26,7 +26,7 @@ def pipeline_is_composition(
 ) -> None:
     """L3: a pipeline with any split and any number of micro-batches gives the outputs and states of the hand-written
     sequence; with a ladder, its stages replay."""
-    stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
+    stages, params = scenario.stages(num_stages, device), scenario.params(num_stages, device)
     plain = compose(stages, advance=advance)
     parts = stages if ladder is None else [graphify(stage, ladder=ladder) for stage in stages]
     spanned = pipeline(parts, microbatches=microbatches, advance=advance)
@@ -53,7 +53,7 @@ def pipeline_is_composition_on_functions(
 
 def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") -> None:
     """L13: `microbatch(f, m)` gives the results of `f`, the state included."""
-    step, params = whole(scenario), scenario.params(1, device)
+    step, params = whole(scenario, device), scenario.params(1, device)
     cut = microbatch(step, parts)
     state, other = scenario.state(1, device), scenario.state(1, device)
     for batch in scenario.batches(device):
@@ -74,7 +74,7 @@ def transforms_commute(
 
     A graph cannot cut a ragged batch, since that reads the host: several micro-batches need uniform classes.
     """
-    stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
+    stages, params = scenario.stages(num_stages, device), scenario.params(num_stages, device)
     steps: dict[str, Any] = {
         "compose": compose(stages, advance=advance),
         "pipeline of graphs": pipeline(

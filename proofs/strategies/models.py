@@ -186,9 +186,10 @@ class Scenario:
         """The split of the model's layers."""
         return split_layers(self.config.num_layers, num_stages)
 
-    def stages(self, num_stages: int) -> list[Any]:
-        """The model's stages, which return their logits."""
-        return [decoder_stage(self.config, layout, keep_logits=True) for layout in self.layouts(num_stages)]
+    def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[Any]:
+        """The model's stages on a device, which return their logits."""
+        layouts = self.layouts(num_stages)
+        return [decoder_stage(self.config, layout, keep_logits=True, device=device) for layout in layouts]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The weights of each stage, of deviation 0.3, so that differences show."""

@@ -17,7 +17,6 @@ from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError
 from weft.stages.architectures import ARCHITECTURES
-from weft.stages.attention.rope import inverse_frequencies
 from weft.stages.config import DTYPES, ModelConfig, find_file
 from weft.stages.layer_fields import Field, Part
 from weft.stages.layout import StageLayout, check_layout
@@ -75,7 +74,7 @@ def read_params(
 
     with bar:
         tensors = {path: _fill(field, read, dtype, device) for path, field in fields.items()}
-    return assemble(config, layout, tensors, device)
+    return assemble(config, layout, tensors)
 
 
 @attrs.frozen
@@ -197,22 +196,23 @@ def stage_fields(config: ModelConfig, layout: StageLayout, shard: Share = WHOLE)
             yield "embed_tokens", embedding
 
 
-def assemble(
-    config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor], device: torch.device
-) -> DecoderParams:
+def assemble(config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor]) -> DecoderParams:
     """A stage's parameters, made from the tensors at the paths of `stage_fields`."""
     layers = []
     for i in layout.layers:
         prefix = f"layers.{i}."
         own: dict[str, Any] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         layers.append(LayerParams(**own, index=i))
-    inv_freq, _ = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    lm_head = None
+    if layout.last and not config.tie_word_embeddings:
+        lm_head = tensors["lm_head"]
+    elif layout.last and not layout.first:
+        lm_head = tensors["embed_tokens"]
     return DecoderParams(
         embed_tokens=tensors["embed_tokens"] if layout.first else None,
         layers=tuple(layers),
         norm=tensors["norm"] if layout.last else None,
-        lm_head=tensors["embed_tokens" if config.tie_word_embeddings else "lm_head"] if layout.last else None,
-        inv_freq=inv_freq.to(device),
+        lm_head=lm_head,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
@@ -12,37 +13,44 @@ from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.stages.attention.rope import inverse_frequencies, rope_tables
 from weft.stages.config import ModelConfig
-from weft.stages.custom.functions import OWN, Beside, LogitsAt, StageFunctions
+from weft.stages.custom.functions import Beside, LogitsAt, StageFunctions
 from weft.stages.decoder import BLOCKS
 from weft.stages.head import head
 from weft.stages.inputs import embed
 from weft.stages.layers import run_layers
-from weft.stages.params import DecoderParams
+from weft.stages.params import DecoderParams, head_fault
 from weft.state import State
+from weft.torchapi.private import to_device
 
 Read = Callable[[DecoderParams, Tensor, ResolvedBatch], tuple[Tensor, Tensor]]
 """`(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage reads."""
 
 
-def reader(config: ModelConfig, functions: StageFunctions = OWN) -> Read:
-    """A second, whole model in a step: it reads the same tokens, and keeps keys and values in pages of its own, at the
-    places of the first model's. An embedded token, which has no id, it reads as token 0; a prompt of images as text."""
-    _, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+def reader(config: ModelConfig, functions: StageFunctions, device: torch.device) -> Read:
+    """A second, whole model in a step, whose parameters are on `device`: it reads the same tokens, and keeps keys and
+    values in pages of its own, at the places of the first model's. An embedded token, which has no id, it reads as
+    token 0; a prompt of images as text."""
+    frequencies, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    frequencies = to_device(frequencies, device)
     section = config.rope.mrope_section
 
     def read(params: DecoderParams, kv_pages: Tensor, batch: ResolvedBatch) -> tuple[Tensor, Tensor]:
         known = attrs.evolve(batch, input_ids=batch.input_ids.clamp(min=0), adapters=None, active_adapters=None)
+        if (fault := head_fault(params, config.tie_word_embeddings)) is not None:
+            raise ProgramError("a model that reads beside another", *fault)
         hidden = embed(params, known, None)
         places = batch.positions if section is None else batch.positions[:, None].expand(-1, 3)
-        tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
+        tables = rope_tables(frequencies, places, factor, hidden.dtype, section)
         return run_layers(config, BLOCKS, params, kv_pages, known, tables, hidden, functions)
 
     return read
 
 
-def readers_beside(models: Mapping[str, tuple[ModelConfig, DecoderParams, StageFunctions]]) -> Beside:
-    """The models that read beside a last stage, by name."""
-    reads = {name: reader(config, functions) for name, (config, _, functions) in models.items()}
+def readers_beside(
+    models: Mapping[str, tuple[ModelConfig, DecoderParams, StageFunctions]], device: torch.device
+) -> Beside:
+    """The models that read beside a last stage, by name; their parameters are on `device`."""
+    reads = {name: reader(config, functions, device) for name, (config, _, functions) in models.items()}
 
     def read(state: State, batch: ResolvedBatch) -> tuple[State, dict[str, LogitsAt]]:
         pages, logits = dict[str, Tensor](), dict[str, LogitsAt]()

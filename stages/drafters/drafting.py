@@ -92,7 +92,13 @@ def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
     return look_up
 
 
-def model_drafter(num_drafts: int, config: ModelConfig, functions: StageFunctions = OWN) -> Drafter:
+def model_drafter(
+    num_drafts: int,
+    config: ModelConfig,
+    functions: StageFunctions = OWN,
+    *,
+    device: torch.device | str = "cpu",
+) -> Drafter:
     """A draft model of the same vocabulary, which runs whole before the stage's own layers.
 
     It drafts one token after another, each with the request's temperature and noise: such drafts are right more often
@@ -104,8 +110,9 @@ def model_drafter(num_drafts: int, config: ModelConfig, functions: StageFunction
         num_drafts: the most drafts of a request in a batch.
         config: the draft model's; its params are the drafter's.
         functions: the draft model's, of one's own.
+        device: of the draft model's parameters.
     """
-    read_with = reader(config, functions)
+    read_with = reader(config, functions, torch.device(device))
 
     def read(params: DecoderParams, state: State, batch: Batch) -> tuple[Tensor, ResolvedBatch]:
         """The last layer's hidden states, and the batch resolved; writes the tokens' keys and values."""

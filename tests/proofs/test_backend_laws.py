@@ -44,9 +44,10 @@ class OfBackend(Scenario):
 
     backend: str = "torch"
 
-    def stages(self, num_stages: int) -> list[Any]:
+    def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[Any]:
         own = BACKENDS[self.backend]
-        return [decoder_stage(self.config, x, keep_logits=True, attend=own) for x in self.layouts(num_stages)]
+        layouts = self.layouts(num_stages)
+        return [decoder_stage(self.config, x, keep_logits=True, attend=own, device=device) for x in layouts]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         (every,) = self.layouts(1)
@@ -80,9 +81,9 @@ def ladder_of(scenario: OfBackend, mode: str) -> Any:
 
 def check_modes(scenario: OfBackend, device: str) -> None:
     """L1, L5, L7: whole graphs and pieces give bitwise what the step gives at the padded class that was chosen."""
-    params, eager = scenario.params(1, device), whole(scenario)
+    params, eager = scenario.params(1, device), whole(scenario, device)
     for mode in ("full_and_piecewise", "piecewise"):
-        graph = graph_step(whole(scenario), ladder_of(scenario, mode), None)
+        graph = graph_step(whole(scenario, device), ladder_of(scenario, mode), None)
         state, other = scenario.state(1, device), scenario.state(1, device)
         for batch in scenario.batches(device):
             decision = graph.explain(params, other, batch).decision
@@ -96,7 +97,7 @@ def check_modes(scenario: OfBackend, device: str) -> None:
 
 def check_padding(scenario: OfBackend, device: str) -> None:
     """L2: what is in the padding, and in memory that nothing was written to, reaches no logit."""
-    params, step = scenario.params(1, device), whole(scenario)
+    params, step = scenario.params(1, device), whole(scenario, device)
     clean, poisoned = scenario.state(1, device), scenario.state(1, device, poison=float("nan"))
     for batch in scenario.batches(device):
         wider: list[BatchDescriptor] = larger(batch.descriptor, list(ladder_of(scenario, "full_and_piecewise")))

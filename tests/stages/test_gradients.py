@@ -15,6 +15,7 @@ from gradients import (
     build,
     chunked,
     gradients_of,
+    joined,
     loss_by,
     loss_of,
     next_token_loss,
@@ -24,7 +25,6 @@ from gradients import (
     saved,
     scrambled,
     their_gradients,
-    untied,
     worst,
 )
 from hypothesis import given, settings, strategies as st
@@ -114,9 +114,9 @@ def test_gradients_of_any_configuration_are_those_of_transformers(architecture: 
             wanted = their_gradients(theirs, PROMPTS[:2], Path(folder) / "gradients")
         params, loss = loss_by(model, PROMPTS[:2], sizes)
         (found,) = torch.func.grad(loss)(params)
-        pairs = zip(*map(tree_leaves, (untied(found) if fields["tie_word_embeddings"] else found, wanted)), strict=True)
-        # An expert that no token chose has a gradient of 0 in both; inv_freq, the last leaf, is not a weight there.
-        near = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in list(pairs)[:-1]]
+        pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
+        # An expert that no token chose has a gradient of 0 in both.
+        near = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs]
         errors.append(max(near))
         assert errors[-1] < TOLERANCE
 
@@ -136,14 +136,8 @@ def test_backward_through_a_step_and_a_pipeline(
     own = recorded(params)
     loss(own).backward()
     ways = [gradients_of(own), torch.func.grad(loss)(params)]
-    for first, *others in ways:
-        last = others[-1] if others else first
-        parts = attrs.evolve(
-            first, layers=first.layers + tuple(x for p in others for x in p.layers), lm_head=last.lm_head
-        )
-        whole = attrs.evolve(parts, norm=last.norm)
-        shared = first.embed_tokens is last.lm_head
-        assert worst(untied(whole) if model.config.tie_word_embeddings and not shared else whole, wanted)[0] < TOLERANCE
+    for stages in ways:
+        assert worst(joined(stages, model.config.tie_word_embeddings), wanted)[0] < TOLERANCE
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -211,8 +205,7 @@ def test_gradients_on_a_gpu_are_those_of_the_cpu(models: dict[str, tuple[Model, 
     loss((own,)).backward()
     for found in (gradients_of(own), *torch.func.grad(loss)((params,))):
         on_host = tree_map(lambda x: x.cpu(), found)
-        shared = found.embed_tokens is found.lm_head
-        error, where = worst(untied(on_host) if model.config.tie_word_embeddings and not shared else on_host, wanted)
+        error, where = worst(on_host, wanted)
         print(f"{name} on {there.device}: greatest relative error {error:.1e}, at {where}")
         assert error < 2e-4
 
@@ -224,7 +217,7 @@ def test_gradients_on_a_gpu_in_bfloat16() -> None:
         loss_by(weft.load(weft.stages.DEMO, "cuda", dtype), prompts_of(LENGTHS)) for dtype in ("float32", "bfloat16")
     ]
     (fine,), (coarse,) = (torch.func.grad(loss)(params) for params, loss in losses)
-    for one, other in list(zip(tree_leaves(coarse), tree_leaves(fine), strict=True))[:-1]:
+    for one, other in zip(tree_leaves(coarse), tree_leaves(fine), strict=True):
         assert float((one.float() - other).norm() / other.norm()) < 0.1
 
 

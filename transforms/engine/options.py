@@ -108,8 +108,9 @@ class Speculation:
     def drafter(self) -> Drafter:
         """The function that makes the drafts."""
         if self.config is not None:
-            functions = self.model.functions if isinstance(self.model, Model) else OWN
-            return model_drafter(self.num_tokens, self.config, functions)
+            if not isinstance(self.model, Model):  # another rank has it, and drafts
+                return model_drafter(self.num_tokens, self.config)
+            return model_drafter(self.num_tokens, self.config, self.model.functions, device=self.model.device)
         return ngram_drafter(self.num_tokens, *(self.ngram or _NGRAM))
 
     @property

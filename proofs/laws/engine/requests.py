@@ -22,13 +22,18 @@ WAYS = ("eager", "graph", "pipeline", "pipeline of graphs", "graph of a pipeline
 
 
 def make_way(
-    scenario: Scenario, way: str, num_stages: int, microbatches: int, ladder: Sequence[BatchDescriptor]
+    scenario: Scenario,
+    way: str,
+    num_stages: int,
+    microbatches: int,
+    ladder: Sequence[BatchDescriptor],
+    device: str = "cpu",
 ) -> tuple[Any, int]:
     """The scenario's model as a step that runs in one of `WAYS`, and its number of stages."""
     if way in ("eager", "graph"):
-        step = whole(scenario)
+        step = whole(scenario, device)
         return (step if way == "eager" else graphify(step, ladder=ladder)), 1
-    stages = scenario.stages(num_stages)
+    stages = scenario.stages(num_stages, device)
     if way == "pipeline of graphs":
         stages = [graphify(stage, ladder=ladder) for stage in stages]
     inside = way == "graph of a pipeline"  # a graph cannot cut a ragged batch, since that reads the host
@@ -46,7 +51,7 @@ def seed_and_position_fix_the_sample(
 ) -> None:
     """L16: in any batch, bucket, order, mode and split, a request's sample is a function of its own logits, parameters,
     seed, position and tokens, which this law counts on the host; and each of them has an effect."""
-    step, count = make_way(scenario, way, num_stages, microbatches, ladder)
+    step, count = make_way(scenario, way, num_stages, microbatches, ladder, device)
     params, state = scenario.params(count, device), scenario.state(count, device)
     done, said = [0] * len(scenario.prompts), [[] for _ in scenario.prompts]  # type: tuple[list[int], list[list[int]]]
     for batch, moves in zip(scenario.batches(device), scenario.moves, strict=True):
@@ -77,7 +82,11 @@ def order_is_free(
     """L17: reordering a batch's requests changes neither their results nor the state, eagerly and through a graph,
     which is the same one for both orders."""
     moved = attrs.evolve(scenario, moves=tuple(map(_reordered, scenario.moves, orders)))
-    steps: list[Any] = [whole(scenario), whole(scenario), graphify(whole(scenario), ladder=ladder)]
+    steps: list[Any] = [
+        whole(scenario, device),
+        whole(scenario, device),
+        graphify(whole(scenario, device), ladder=ladder),
+    ]
     params, states = scenario.params(1, device), [scenario.state(1, device) for _ in steps]
     pairs = zip(scenario.batches(device), moved.batches(device), orders, strict=True)
     for batch, other, order in pairs:

@@ -31,12 +31,17 @@ TABLES = (
 
 
 def spanned(
-    trace: Trace, num_stages: int, mode: str, transport: Transport | None = None, backend: str | None = None
+    trace: Trace,
+    num_stages: int,
+    mode: str,
+    transport: Transport | None = None,
+    backend: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> Pipelined:
     """The trace's model as a pipeline over work, its stages graphified in a mode."""
     loras = lora_rungs(min(trace.num_adapters, trace.budget.cohort_size))
     limits = Limits(trace.budget.cohort_size, trace.budget.max_num_tokens, trace.budget.query_lens, loras)
-    stages = trace.stages(num_stages)
+    stages = trace.stages(num_stages, device)
     if mode != "none":
         ladder = make_ladder(mode, limits)
         split_at = ("weft::paged_attention",)
@@ -58,7 +63,10 @@ def speculation_changes_nothing(trace: Trace, num_stages: int, mode: str, device
 
 def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> None:
     run = PipelineExecutor(
-        spanned(trace, num_stages, mode), trace.params(num_stages, device), trace.state(num_stages, device), device
+        spanned(trace, num_stages, mode, device=device),
+        trace.params(num_stages, device),
+        trace.state(num_stages, device),
+        device,
     )
     windows: list[Window] = []
     for window in serve(trace, run):
@@ -73,7 +81,11 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
 def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
     """L11: ranks that schedule for themselves and see the same tokens decide the same: equal work, as data."""
     first = _First(
-        PipelineExecutor(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device), [], []
+        PipelineExecutor(
+            spanned(trace, 1, "none", device=device), trace.params(1, device), trace.state(1, device), device
+        ),
+        [],
+        [],
     )
     ranks = [serve(trace, first), *(serve(trace, _Other(first)) for _ in range(num_ranks - 1))]
     for windows in zip_longest(*ranks):
@@ -131,7 +143,7 @@ def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu"
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     """The tokens of a request that runs by itself, eagerly, on one stage. If its prompt has positions, those of later
     tokens are counted here, and the state has no delta."""
-    step, params = compose(trace.stages(1), advance=advance), trace.params(1, device)
+    step, params = compose(trace.stages(1, device), advance=advance), trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
     empty, sampling, loras = _small(trace, most, device), request.sampling, int(request.adapter >= 0)
     state: tuple[State, ...] = (

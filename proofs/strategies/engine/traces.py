@@ -93,12 +93,13 @@ class Trace:
         """The split of the model's layers."""
         return split_layers(self.config.num_layers, num_stages)
 
-    def stages(self, num_stages: int) -> list[DecoderStage]:
-        """The model's stages, which return their logits; the first one drafts."""
+    def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[DecoderStage]:
+        """The model's stages on a device, which return their logits; the first one drafts."""
         count = self.drafts.num_tokens if self.drafts else 0
         layouts = self.layouts(num_stages)
-        made = [decoder_stage(self.config, layout, keep_logits=True, num_drafts=count) for layout in layouts]
-        return self.speculation().stages(made) if self.drafts else made
+        options: dict[str, Any] = {"keep_logits": True, "num_drafts": count, "device": device}
+        made = [decoder_stage(self.config, layout, **options) for layout in layouts]
+        return self.speculation(device).stages(made) if self.drafts else made
 
     def speculation(self, device: torch.device | str = "cpu") -> Speculation:
         """The drafter of a trace that has one."""

@@ -45,8 +45,7 @@ def test_they_print_in_one_line(values: dict[str, Any]) -> None:
         assert len(repr(value)) < 400, name
     assert repr(values["x"]) == "IntermediateTensors(hidden_states=bfloat16[21, 128])"
     assert repr(values["params"]) == (
-        "DecoderParams(embed_tokens=bfloat16[257, 128], layers=<48 tensors>, norm=bfloat16[128], "
-        "lm_head=bfloat16[257, 128], inv_freq=float32[16])"
+        "DecoderParams(embed_tokens=bfloat16[257, 128], layers=<48 tensors>, norm=bfloat16[128])"
     )
     assert repr(values["stage"]) == "ModuleStage(stage=stage Sequential, params=<40 tensors>, state={})"
     assert repr(values["state"]).endswith("mrope_position_deltas=int64[3], sampling=SamplingTable(...))")
@@ -60,7 +59,7 @@ def test_they_are_tables_in_a_notebook(values: dict[str, Any]) -> None:
         assert "<table" in html, name
         assert len(html) < 8000, name
     assert str(values["params"].table()).splitlines()[:4] == [
-        "DecoderParams: 51 tensors, 1.9 MiB",  # the head is the embedding
+        "DecoderParams: 50 tensors, 1.9 MiB",  # the head is the embedding
         "name                                tensors  each                device",
         "embed_tokens                              1  bfloat16[257, 128]  cpu",
         "layers[*].input_layernorm                 6  bfloat16[128]       cpu",

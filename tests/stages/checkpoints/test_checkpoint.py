@@ -23,7 +23,7 @@ from weft.stages.checkpoints.reading import tensor_shapes
 from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
-from weft.trees import leaves_with_names
+from weft.trees import leaves_with_names, tree_leaves
 
 
 @pytest.fixture(scope="module", params=[None, "6KB"], ids=["one file", "sharded"])
@@ -45,8 +45,7 @@ def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tens
     found = {
         "model.embed_tokens.weight": params.embed_tokens,
         "model.norm.weight": params.norm,
-        "lm_head.weight": params.lm_head,
-        "model.rotary_emb.inv_freq": params.inv_freq,
+        "lm_head.weight": params.head,
     }
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for i, layer in enumerate(params.layers):
@@ -72,22 +71,18 @@ def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tens
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def their_tensors(model: Any) -> dict[str, Tensor]:
-    return {**model.state_dict(), "model.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq}
-
-
 def test_the_whole_model_is_what_transformers_saved(saved: Any) -> None:
     folder, model = saved
     config = load_config(folder)
     params = load_params(folder, config, whole(config))
-    theirs = their_tensors(model)
+    theirs = model.state_dict()
     ours = by_their_names(config, params)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
         assert torch.equal(ours[name], tensor), name
-    assert (params.lm_head is params.embed_tokens) == config.tie_word_embeddings
-    assert num_bytes(params) == 4 * sum(p.numel() for p in model.parameters()) + 4 * config.head_dim // 2
+    assert (params.lm_head is None) == (params.head is params.embed_tokens) == config.tie_word_embeddings
+    assert num_bytes(params) == 4 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
@@ -145,7 +140,6 @@ def test_the_format_of_transformers_4(folder: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     params = load_params(folder, config, whole(config))
     assert torch.equal(params.layers[4].down_proj, theirs.model.layers[4].mlp.down_proj.weight)
-    assert torch.equal(params.inv_freq, theirs.model.rotary_emb.inv_freq)
 
 
 def test_a_tied_head_that_was_saved_all_the_same(tmp_path: Path) -> None:
@@ -167,9 +161,7 @@ def test_dtypes(folder: Path, dtype: torch.dtype | None) -> None:
     exact = load_file(folder / "model.safetensors")["model.norm.weight"]
     assert params.norm is not None
     assert torch.equal(params.norm, exact.to(dtype or torch.float16))
-    others = [leaf for path, leaf in leaves_with_names(params) if leaf is not None and path != ".inv_freq"]
-    assert {leaf.dtype for leaf in others} == {dtype or torch.float16}
-    assert params.inv_freq.dtype == torch.float32
+    assert {leaf.dtype for leaf in tree_leaves(params)} == {dtype or torch.float16}
     with pytest.raises(ConfigError, match=r"dtype=torch\.int8\n.*instead: one of torch\.float16"):
         load_params(folder, config, whole(config), dtype=torch.int8)
 
@@ -191,7 +183,7 @@ def test_slices_share_the_whole_models_tensors(folder: Path) -> None:
     complete = load_params(folder, config, whole(config))
     stages = [slice_params(complete, layout) for layout in split_layers(5, 3)]
     assert set(shared(stages)) == set(shared([complete]))
-    assert sum(map(num_bytes, stages)) == num_bytes(complete) + 2 * complete.inv_freq.nbytes
+    assert sum(map(num_bytes, stages)) == num_bytes(complete)
     assert slice_params(complete, StageLayout(0, 2, 0, 5)).layers == complete.layers
     with pytest.raises(ProgramError, match="already a stage's"):
         slice_params(stages[0], split_layers(5, 3)[0])

@@ -105,8 +105,9 @@ def digest(tree: Any) -> str:
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     """The weights that run, with names that do not depend on the split, those of models beside it, and the defaults of
     what functions of one's own read."""
-    for name in ("embed_tokens", "norm", "lm_head", "inv_freq"):
-        if (x := getattr(model.params, name)) is not None:
+    params = model.params
+    for name, x in (("embed_tokens", params.embed_tokens), ("norm", params.norm), ("lm_head", params.head)):
+        if x is not None:
             yield name, x
     for layer in model.params.layers:
         for name, x in leaves_with_names(layer):
