@@ -11,11 +11,21 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import attrs
+import torch
 from torch import Tensor
 
 from weft.containers import changed_container, containers_in
 from weft.errors import ArgumentError, DonatedError
-from weft.trees import built, class_fields, tree_leaves, tree_map
+from weft.torchapi.private import is_differentiated, is_functorch_wrapped_tensor, seen_as, storage_id
+from weft.trees import (
+    built,
+    class_fields,
+    leaves_with_names,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +36,7 @@ R = TypeVar("R")
 TAKEN = "_weft_taken_by"
 """The attribute that marks a donated tensor."""
 
+_ONCE = "donate it once, and use it in both places inside the function; two copies would become two values"
 _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
 
 
@@ -75,7 +86,7 @@ def donate(tree: T, *, to: str) -> T:
         if hasattr(leaf, TAKEN):
             refuse_donated(leaf, call=to)
     if len({id(leaf) for leaf in tensors}) != len(tensors):
-        raise DonatedError(to, "a tensor that stands twice in it, and can have one next value", "clone one of them")
+        raise DonatedError(to, _named_twice(tree), _ONCE)
 
     if is_donatable(tree):
         return cast(T, _move_node(tree, to))
@@ -87,6 +98,16 @@ def donate(tree: T, *, to: str) -> T:
 
     moved: T = tree_map(move, tree, is_leaf=is_donatable)
     return moved
+
+
+def _named_twice(tree: Any) -> str:
+    """The first two places of a tensor that stands twice in a tree."""
+    places: dict[int, str] = {}
+    for name, leaf in leaves_with_names(tree):
+        if isinstance(leaf, Tensor) and places.setdefault(id(leaf), name) != name:
+            seen = f"a tensor that stands twice in it, at {places[id(leaf)]} and {name}"
+            return f"{seen}, and can have one next value"
+    return "a tensor that stands twice in it, and can have one next value"
 
 
 def _move_node(node: Any, to: str) -> Any:
@@ -125,9 +146,74 @@ def refuse_donated(value: Any, *, call: str) -> None:
 
 
 def clone(tree: T) -> T:
-    """Copy every tensor in `tree` into storage of its own. Donate the copy if you still need the old value."""
-    copied: T = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
-    return copied
+    """Copy every tensor in `tree` into new storage. Donate the copy if you still need the old value.
+
+    Leaves that are one tensor, as tied weights are, are one tensor in the copy; leaves that share a storage share a new
+    one, as in `copy.deepcopy`. Where derivatives are followed, and in `torch.compile`, the first holds alone.
+
+    >>> import torch
+    >>> weight = torch.ones(2, 3)
+    >>> copied = clone({"embedding": weight, "head": weight, "first row": weight[0]})
+    >>> copied["head"] is copied["embedding"], copied["first row"].data_ptr() == copied["head"].data_ptr()
+    (True, True)
+    """
+    leaves, structure = tree_flatten(tree)
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    copies: dict[int, Tensor] = {}
+    for sharing in _by_storage(tensors.values()):
+        for tensor, copied in zip(sharing, _cloned_together(sharing), strict=True):
+            copies[id(tensor)] = copied
+    made: T = tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], structure)
+    return made
+
+
+def _by_storage(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Different tensors in groups that share a storage. A tensor whose memory is not a strided view of a storage, or
+    whose derivatives are followed, is a group by itself; so is each where torch.compile traces, which sees no storages.
+    """
+    if torch.compiler.is_compiling():
+        return [[tensor] for tensor in tensors]
+    groups: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        is_plain = not is_functorch_wrapped_tensor(tensor) and tensor.layout is torch.strided
+        has_views = is_plain and not tensor.is_nested and not is_differentiated(tensor)
+        groups.setdefault(storage_id(tensor) if has_views else -id(tensor), []).append(tensor)
+    return groups.values()
+
+
+def _cloned_together(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one storage: views of one copy of the bytes between the first element and the last."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if len(filled) < 2:
+        return [tensor.clone() for tensor in tensors]
+    spans = {id(tensor): _span(tensor) for tensor in filled}
+    start = min(first for first, _ in spans.values()) // _ALIGNMENT * _ALIGNMENT
+    end = max(last for _, last in spans.values())
+    # In the smallest dtype the span is a whole number of elements, whatever the others are.
+    narrow = min(filled, key=lambda tensor: tensor.itemsize)
+    size = narrow.itemsize
+    plain = seen_as(narrow, narrow)  # which takes its lazy flags off
+    data = plain.as_strided(((end - start) // size,), (1,), start // size).clone().view(torch.uint8)
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in spans:
+            return tensor.clone()
+        first, last = spans[id(tensor)]
+        own = data[first - start : last - start].view(tensor.dtype)
+        return seen_as(own.as_strided(tensor.shape, tensor.stride(), own.storage_offset()), tensor)
+
+    return [copied(tensor) for tensor in tensors]
+
+
+_ALIGNMENT = 16
+"""The bytes of the widest element."""
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
 
 
 def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

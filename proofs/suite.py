@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weft.errors import ArgumentError, CaptureError, LoweredModeWarning
 from weft.proofs import laws, strategies
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.engine.versions import HOW
+from weft.proofs.laws.engine.versions import HOW, PARTS
 from weft.proofs.strategies.engine.agreement import conversations
 from weft.proofs.strategies.engine.attention import other_attentions
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
@@ -200,7 +200,8 @@ def _changed(data: st.DataObject, device: str) -> None:
 
 def _changed_engine(data: st.DataObject, device: str) -> None:
     load, step = data.draw(loads(("none", "none", "full"))), data.draw(st.sampled_from((2, 3, 1, 4, 6)))
-    laws.changed_parameters_compute_all(load, step, data.draw(st.sampled_from((*HOW, HOW[-1]))))
+    how = data.draw(st.sampled_from((*HOW, HOW[-1])))
+    laws.changed_parameters_compute_all(load, step, how, data.draw(st.sampled_from(PARTS)))
 
 
 def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:

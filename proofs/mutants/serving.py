@@ -18,6 +18,7 @@ from weft.proofs import serving
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling import SamplingParams
+from weft.stages.adapters.slots import write_slot
 from weft.stages.attention.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
@@ -256,6 +257,20 @@ def _blames_value_errors_alone(call: str, instead: str) -> Iterator[None]:
         raise RequestError(call, str(error), instead) from error
 
 
+_WRITE = Weights.write
+
+
+def _new_adapters_alone(weights: Weights, pairs: Any, adapters: Any) -> None:
+    new = {id(adapter) for adapter in adapters.values()}
+
+    def write_new(params: Any, config: Any, layout: Any, slot: int, adapter: Any, **options: Any) -> None:
+        if id(adapter) in new:
+            write_slot(params, config, layout, slot, adapter, **options)
+
+    with mock.patch("weft.transforms.engine.weights.write_slot", write_new):
+        _WRITE(weights, pairs, adapters)
+
+
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
 _ADAPTED, _EMBEDDED, _MASKS = find("L11", "adapters"), find("L11", "embeddings"), find("L11", "masks")
 _FAULTS = find("L11", "faults")
@@ -326,6 +341,11 @@ SERVING = (
         "a change of the parameters that is not announced is not seen",
         _CHANGED,
         partial(mock.patch.object, Weights, "are_changed", False),
+    ),
+    Mutant(
+        "an adapter that is changed in place stays in its slot as it was",
+        _CHANGED,
+        partial(mock.patch.object, Weights, "write", _new_adapters_alone),
     ),
     Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "end", _ending_late)),
 )

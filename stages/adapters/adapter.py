@@ -19,7 +19,7 @@ from weft.stages.checkpoints.reading import FLOATS, check_tensor, open_tensors, 
 from weft.stages.config import find_file
 from weft.stages.model import Model
 from weft.stages.shares import adaptable
-from weft.trees import OF_THIS_PROCESS
+from weft.trees import OF_THIS_PROCESS, pytree, static
 
 T = TypeVar("T")
 Names = tuple[str, ...] | Expression
@@ -48,9 +48,11 @@ _RULES: dict[str, Rule] = {
 }
 
 
+@pytree
 @attrs.frozen(eq=False)
 class Adapter:
-    """A LoRA adapter: the pair of matrices that it adds to each linear layer. Nothing in it changes.
+    """A LoRA adapter: the pair of matrices that it adds to each linear layer. Its leaves are the matrices, which may be
+    trained, in place or by a new tree.
 
     Args:
         deltas: for each linear layer that it changes, by transformers' name (`model.layers.3.self_attn.q_proj`), the
@@ -60,8 +62,8 @@ class Adapter:
     """
 
     deltas: Mapping[str, tuple[Tensor, Tensor]]
-    path: Path = attrs.field(metadata=OF_THIS_PROCESS)
-    origin: Origin | None = attrs.field(default=None, kw_only=True, metadata=OF_THIS_PROCESS)
+    path: Path = attrs.field(metadata={**OF_THIS_PROCESS, **static()})
+    origin: Origin | None = attrs.field(default=None, kw_only=True, metadata={**OF_THIS_PROCESS, **static()})
 
     @property
     def weights(self) -> str:

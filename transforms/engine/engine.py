@@ -280,6 +280,7 @@ class Engine:
         with self._guard:
             if changed:
                 self._outdate()
+                self._weights.write((), {})
             while len(self._pending) <= self.run_ahead:
                 if not self._launch_step():
                     self._copy_results(self._executor.flush())
@@ -340,10 +341,11 @@ class Engine:
         """Change the parameters. Pages of the KV cache that were computed with the old ones are not read again:
         unfinished requests keep their tokens, and their pages are computed anew. Graphs are not captured again.
 
-        The new values are written into the tensors of `engine.model`. If you change those in place yourself, as an
-        optimizer does, the next step notices, as far as torch counts changes: by operators, but not those to a tensor's
-        `.data`, by `fused=True` optimizers, an array, your own kernel, another process, or in inference mode: then call
-        `engine.update()`. With stages in other processes, call it after every change, on every rank.
+        The new values are written into the tensors of `engine.model`. If you change those in place yourself, or an
+        adapter's, as an optimizer does, the next step notices, as far as torch counts changes: by operators, but not
+        those to a tensor's `.data`, by `fused=True` optimizers, an array, your own kernel, another process, or in
+        inference mode: then call `engine.update()`. With stages in other processes, call it after every change, on
+        every rank.
 
         Args:
             params: parameters as in a model of `weft.load`; or tensors by transformers' names, such as a
@@ -352,7 +354,8 @@ class Engine:
             adapters: new adapters under names that the engine was made with, of no larger rank.
 
         Raises:
-            RequestError: parameters or adapters that do not fit; nothing is changed.
+            RequestError: parameters or adapters that do not fit, or two names of one tensor, such as a tied head, with
+                different values; nothing is changed.
 
         >>> from weft.stages import DEMO, load
         >>> engine = Engine(load(DEMO, "cpu"), graph="none")
@@ -368,7 +371,6 @@ class Engine:
             self._weights.write(pairs, adapters or {})
 
     def _outdate(self) -> None:
-        self._weights.mark_seen()
         self._copy_results(self._executor.flush())
         self._host = outdate(self._host)
 

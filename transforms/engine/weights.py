@@ -41,25 +41,31 @@ class Weights:
         model: the model, whose tensors the stages share.
         stages: the layers and the parameters, with slots for adapters, of each stage that runs here.
         drafts: the parameters of a draft model, or None.
-        slots: the adapters' slots, by name.
+        adapters: those in the slots, by name, in the order of the slots, which hold copies of them.
     """
 
     model: Model
     stages: Sequence[tuple[StageLayout, DecoderParams]]
     drafts: Any
-    slots: Mapping[str, int]
+    adapters: Mapping[str, Adapter]
     _tracked: tuple[Tensor, ...] = attrs.field(init=False, repr=False)
     _seen: int = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        beside = [model.params for model in self.model.functions.beside.values()]
-        leaves = tree_leaves(([params for _, params in self.stages], self.drafts, beside))
-        self._tracked = tuple(x for x in leaves if isinstance(x, Tensor) and not x.is_inference())
         self.mark_seen()
 
     def mark_seen(self) -> None:
-        """Take the tensors' present values as known."""
+        """Take the present values of all tensors as known."""
+        beside = [model.params for model in self.model.functions.beside.values()]
+        stages = [params for _, params in self.stages]
+        leaves = tree_leaves((stages, self.drafts, beside, [*self.adapters.values()]))
+        self._tracked = tuple(x for x in leaves if isinstance(x, Tensor) and not x.is_inference())
         self._seen = changes_of(self._tracked)
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The slot of each adapter, by name."""
+        return {name: slot for slot, name in enumerate(self.adapters)}
 
     @property
     def are_changed(self) -> bool:
@@ -88,7 +94,7 @@ class Weights:
             raise RequestError(call, f"{list_some(sorted(map(str, wrong)))}, {where}", instead)
         new = {name: x for name, x in given.items() if name in here}
         check_values(call, {name: _like(here[name]) for name in new}, new)
-        return [(here[name].view, here[name].own(x.detach())) for name, x in new.items()]
+        return _once_each(call, {name: (here[name].view, here[name].own(x.detach())) for name, x in new.items()})
 
     def digest(self, params: Any, adapters: Mapping[str, Adapter]) -> str:
         """One line about given parameters and adapters, to be equal on all ranks."""
@@ -120,18 +126,48 @@ class Weights:
                 check_slot(params, self.model.config, layout, self.slots[name], adapter)
 
     def write(self, pairs: Iterable[tuple[Tensor, Tensor]], adapters: Mapping[str, Adapter]) -> None:
-        """Write each second tensor of checked pairs over the first, and checked adapters into their slots."""
+        """Write each second tensor of checked pairs over the first, and all adapters into their slots: the checked new
+        ones, and the others as they are now, since they may have been changed in place."""
+        self.adapters = {**self.adapters, **adapters}
         with torch.inference_mode():  # elsewhere, tensors that were made in it cannot be written
             for own, new in pairs:
                 own.copy_(new)
             for layout, params in self.stages:
-                for name, adapter in adapters.items():
-                    write_slot(params, self.model.config, layout, self.slots[name], adapter, shard=self.model.shard)
+                for slot, adapter in enumerate(self.adapters.values()):
+                    write_slot(params, self.model.config, layout, slot, adapter, shard=self.model.shard)
         self.mark_seen()
 
 
 def _tensors(params: DecoderParams) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
+
+
+def _once_each(call: str, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The pairs by name, without those that say the same of a tensor that has several names, as a tied head has.
+
+    Raises:
+        RequestError: two names of one tensor have different values.
+    """
+    names: dict[tuple[Any, ...], str] = {}
+    for name, (view, new) in pairs.items():
+        place = view.device, view.data_ptr(), tuple(view.shape), view.stride()
+        first = names.setdefault(place, name) if view.numel() else name
+        if first != name and not _is_same(new, pairs[first][1], view):
+            seen = f"{first!r} and {name!r}, which are one tensor of the model, with different values"
+            raise RequestError(call, seen, "equal values, or one of the two names; untied, they need another model")
+    kept = {*names.values()}
+    return [pair for name, pair in pairs.items() if name in kept]
+
+
+def _is_same(first: Tensor, second: Tensor, view: Tensor) -> bool:
+    """Whether two new values of a tensor are equal, as it would hold them; NaN is equal to NaN."""
+    if first is second:
+        return True
+    one, other = (x.to(view.device, view.dtype) for x in (first, second))
+    if view.itemsize == 1:  # torch compares no FP8
+        one = one.float()
+        other = other.float()
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _like(place: PartView) -> Rule:
@@ -157,4 +193,4 @@ def make_weights(
     params = stage_params(model, layouts, [*adapters.values()])
     drafts = None if speculation is None or not layouts[0].first else speculation.params
     stages = tuple(zip(layouts, params, strict=True))
-    return Weights(model, stages, drafts, {name: slot for slot, name in enumerate(adapters)})
+    return Weights(model, stages, drafts, adapters)

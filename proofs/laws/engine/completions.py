@@ -126,14 +126,16 @@ def alone(
     adapter: str | None = None,
     mask: Mask | None = None,
     weights: int = 0,
+    adapters: int = 0,
 ) -> tuple[list[int], str]:
     """One completion's tokens in an engine of its own, run eagerly on one stage.
 
     Args:
         weights: the seed of the small model's weights.
+        adapters: the version of its adapters.
     """
     own = attrs.evolve(sampling, prompt_logprobs=None)
-    track = complete(_engine_for_one(adapter, weights), prompt, own, max_tokens, adapter, mask)
+    track = complete(_engine_for_one(adapter, weights, adapters), prompt, own, max_tokens, adapter, mask)
     return track.token_ids, track.reason
 
 
@@ -158,7 +160,7 @@ def complete(
 
 
 @functools.cache
-def _engine_for_one(adapter: str | None, weights: int) -> Engine:
+def _engine_for_one(adapter: str | None, weights: int, version: int) -> Engine:
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
-    own = None if adapter is None else {adapter: small_adapters()[adapter]}
+    own = None if adapter is None else {adapter: small_adapters(version)[adapter]}
     return Engine(small_model(weights), limits, graph="none", run_ahead=0, adapters=own)

@@ -1,20 +1,24 @@
 """L23 over the whole engine: after a change of the parameters, everything is computed with the new ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 
+from weft.donation import clone
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.completions import alone, check_nothing_is_left, run
-from weft.proofs.strategies.engine.engines import Call, Load, small_model
+from weft.proofs.strategies.engine.engines import Call, Load, adapters_of, small_model
+from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests.host_state import sample_seeds
-from weft.trees import tree_leaves, tree_map
+from weft.trees import tree_leaves
 
 HOW = ("update", "in place", "in place, not announced")
 """The ways to change an engine's parameters."""
+PARTS = ("parameters", "adapters", "parameters and adapters")
+"""What is changed."""
 
 
 @attrs.frozen
@@ -27,24 +31,27 @@ class _Begins:
         return [self.tokens[len(said)]] if len(said) < len(self.tokens) else None
 
 
-def changed_parameters_compute_all(load: Load, step: int, how: str) -> None:
-    """L23: if the parameters change while requests run, announced or not, each continues as it would alone in an engine
-    with the new parameters, given its tokens so far. At the end no page is held.
+def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) -> None:
+    """L23: if the parameters, or the adapters', change while requests run, announced or not, each continues as it would
+    alone in an engine with the new ones, given its tokens so far. At the end no page is held.
 
     Args:
         load: a load without masks.
         step: the step before which the parameters change.
         how: one of `HOW`.
+        parts: one of `PARTS`.
     """
-    old, new = small_model(), small_model(1)
-    model = attrs.evolve(old, params=tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, old.params))
+    weights = int("parameters" in parts)
+    version = int("adapters" in parts)
+    new = small_model(weights)
+    model = attrs.evolve(small_model(), params=clone(small_model().params))
     engine = load.engine(model=model)
     drawn: dict[tuple[int, int], tuple[int, int]] = {}
 
     def before(number: int) -> None:
         if number == step:
             drawn.update(_drawn_by_now(load, engine))
-            _change(engine, new, how)
+            _change(engine, new, adapters_of(new.config, version), how)
 
     said = run("L23 changed parameters compute all that follows", load, engine, before)
     check_nothing_is_left(engine)
@@ -56,7 +63,7 @@ def changed_parameters_compute_all(load: Load, step: int, how: str) -> None:
         call = attrs.evolve(call, sampling=attrs.evolve(call.sampling, seed=seed, n=1))
         # Steps in flight may see both versions if the engine was not told of the change.
         counts = [(n if how == "update" else least, n) for n in range(least, most + 1)]
-        if not any(_agrees(call, tokens, reason, *both) for both in counts):
+        if not any(_agrees(call, tokens, reason, *both, weights, version) for both in counts):
             seen = f"{tokens}, {reason}; the old parameters drew {least} to {most} of them"
             raise LawViolation(f"L23 versions: completion {sample} of call {index} is {seen}")
 
@@ -74,11 +81,13 @@ def _drawn_by_now(load: Load, engine: Engine) -> dict[tuple[int, int], tuple[int
     return found
 
 
-def _change(engine: Engine, new: Model, how: str) -> None:
+def _change(engine: Engine, new: Model, adapters: Mapping[str, Adapter], how: str) -> None:
+    named = {name: adapters[name] for name in engine._weights.adapters}
     if how == "update":
-        engine.update(new.params)
+        engine.update(new.params, adapters=named)
         return
-    pairs = zip(tree_leaves(engine.model.params), tree_leaves(new.params), strict=True)
+    present = engine.model.params, [*engine._weights.adapters.values()]
+    pairs = zip(tree_leaves(present), tree_leaves((new.params, [*named.values()])), strict=True)
     for own, other in pairs:
         if isinstance(own, torch.Tensor):
             (own.data if how == "in place" else own).copy_(other)  # torch's version counter misses writes to `.data`
@@ -86,7 +95,7 @@ def _change(engine: Engine, new: Model, how: str) -> None:
         engine.update()
 
 
-def _agrees(call: Call, tokens: list[int], reason: str, old: int, begun: int) -> bool:
+def _agrees(call: Call, tokens: list[int], reason: str, old: int, begun: int, weights: int, version: int) -> bool:
     """Whether the first `old` tokens are those of the old parameters, and those after the first `begun` are those of
     the new ones."""
     if old:
@@ -96,7 +105,7 @@ def _agrees(call: Call, tokens: list[int], reason: str, old: int, begun: int) ->
         if begun == call.max_tokens:
             return reason in (ended, "abort")
     begins = _Begins(tuple(tokens[:begun]))
-    expected, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter, begins, weights=1)
+    expected, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter, begins, weights, version)
     if reason == "abort" and call.aborted is not None:
         return tokens == expected[: len(tokens)]
     return (tokens, reason) == (expected, ended)

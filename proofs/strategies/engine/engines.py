@@ -52,18 +52,21 @@ def small_model(seed: int = 0) -> Model:
 
 
 @functools.cache
-def small_adapters() -> dict[str, Adapter]:
+def small_adapters(version: int = 0) -> dict[str, Adapter]:
     """Two adapters for the small model."""
-    return adapters_of(small_model().config)
+    return adapters_of(small_model().config, version)
 
 
-def adapters_of(config: ModelConfig) -> dict[str, Adapter]:
-    """Two adapters for a model: one for attention alone, one for all layers that can have one, of a larger rank."""
+def adapters_of(config: ModelConfig, version: int = 0) -> dict[str, Adapter]:
+    """Two adapters for a model: one for attention alone, one for all layers that can have one, of a larger rank. Each
+    version has the same shapes, and other values."""
     names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
     parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
     return {
-        name: random_adapter(config, own, rank=(1, max(2, config.hidden_size // 16))[seed], seed=seed, std=0.5)
-        for seed, (name, own) in enumerate(parts.items())
+        name: random_adapter(
+            config, own, rank=(1, max(2, config.hidden_size // 16))[index], seed=index + 2 * version, std=0.5
+        )
+        for index, (name, own) in enumerate(parts.items())
     }
 
 

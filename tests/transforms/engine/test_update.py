@@ -11,7 +11,7 @@ import torch
 
 import weft
 from weft.errors import EngineError, RequestError
-from weft.proofs.strategies.engine.engines import small_adapters, small_model
+from weft.proofs.strategies.engine.engines import adapters_of, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
@@ -160,6 +160,54 @@ def test_an_adapter_is_replaced_in_its_slot() -> None:
     engine.update(adapters={"of all": other})
     assert said(engine) == said(fresh) != before
     assert engine.stats().captures == captures
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_an_adapter_that_is_changed_in_place_is_served_as_changed(is_counted: bool) -> None:
+    """The next step notices a change that torch counts; `update()` takes over any."""
+    adapters = adapters_of(small_model().config)
+
+    def said(name: str | None) -> list[int]:
+        engine.add(PROMPTS[0], SamplingParams(temperature=0.0), max_tokens=6, adapter=name)
+        return [token for output in engine for token in output.token_ids]
+
+    engine = Engine(own_copy(small_model()), LIMITS, graph="full", adapters=adapters)
+    plain, before = said(None), said("of all")
+    for leaf in tree_leaves(adapters["of all"]):
+        (leaf if is_counted else leaf.data).zero_()
+    if not is_counted:
+        assert said("of all") == before
+        engine.update()
+    assert said("of all") == plain != before
+
+
+@pytest.mark.parametrize("first", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_two_values_for_one_tensor_are_refused(first: str) -> None:
+    model = own_copy(weft.load("demo", "cpu", "float32"))
+    engine, embedding = Engine(model, graph="none"), model.params.embed_tokens
+    assert embedding is not None
+    before = embedding.clone()
+    names = sorted(("model.embed_tokens.weight", "lm_head.weight"), key=lambda name: name != first)
+    with pytest.raises(RequestError) as caught:
+        engine.update({names[0]: before + 1.0, names[1]: before.bfloat16()})
+    assert str(caught.value) == (
+        "engine.update(params)\n"
+        f"  saw: {names[0]!r} and {names[1]!r}, which are one tensor of the model, with different values\n"
+        "  instead: equal values, or one of the two names; untied, they need another model"
+    )
+    assert torch.equal(embedding, before)
+    for given in (dict.fromkeys(names, before + 1.0), {names[0]: torch.full_like(before, torch.nan)}):
+        engine.update({name: x.clone() for name, x in given.items()})
+        assert torch.equal(embedding.nan_to_num(7.0), next(iter(given.values())).nan_to_num(7.0))
+    engine.update(dict.fromkeys(names, torch.full_like(before, torch.nan)))
+    shared = attrs.evolve(model.params.layers[0], down_proj=model.params.layers[1].down_proj)
+    params = attrs.evolve(model.params, layers=(shared, *model.params.layers[1:]))
+    other = weft.clone(params)
+    changed = attrs.evolve(other.layers[1], down_proj=other.layers[1].down_proj + 1)
+    engine = Engine(attrs.evolve(model, params=params), graph="none")
+    with pytest.raises(RequestError, match=r"'.layers\[0\].down_proj' and '.layers\[1\].down_proj', which are one"):
+        engine.update(attrs.evolve(other, layers=(other.layers[0], changed, *other.layers[2:])))
+    engine.update(other)
 
 
 def test_a_draft_model_that_changes_changes_no_token() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from weft.errors import DonatedError
 from weft.torchapi.private import is_functorch_wrapped_tensor, storage_id
 
+_COPY = "pass a copy of it (weft.clone), or do not donate"
+
 
 class Arguments(Protocol):
     """The leaves of a call: those by reference, of which the donated ones come first, and the copied ones."""
@@ -95,7 +97,12 @@ def refuse_shared(call: Arguments, name: str) -> None:
                 call, name, "{}, which is donated, has elements that share memory, as an expanded tensor has", index
             )
         if (other := next((i for i, x in donated[:position] if overlap(x, leaf)), None)) is not None:
-            raise _refusal(call, name, "{} shares memory with {}, and both are donated", index, other)
+            instead = (
+                "donate it once, and use it in both places inside the function (a copy would become "
+                "a second value), or do not donate"
+            )
+            seen = "{} shares memory with {}, and both are donated"
+            raise _refusal(call, name, seen, index, other, instead=instead)
     owners = {storage_id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and x.numel()}
     for index, leaf in enumerate(leaves[count:], count):
         if isinstance(leaf, Tensor) and (owner := owners.get(storage_id(leaf))) is not None:
@@ -132,10 +139,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _refusal(call: Arguments, name: str, seen: str, *indices: int) -> DonatedError:
+def _refusal(call: Arguments, name: str, seen: str, *indices: int, instead: str = _COPY) -> DonatedError:
     names = call.leaf_names()
     text = seen.format(*(names[i] for i in indices))
-    return DonatedError(f"{name}(...)", text, "pass a copy of it (weft.clone), or do not donate")
+    return DonatedError(f"{name}(...)", text, instead)
 
 
 class Storages:
