@@ -45,7 +45,7 @@ from weft.stages.custom.functions import (
     check_functions,
 )
 from weft.stages.custom.sown import SownNames, carried_on, sowing
-from weft.stages.head import finish, read_at, verify
+from weft.stages.head import check_drafting, finish, read_at, verify
 from weft.stages.inputs import check_call, embed, resolve_inputs
 from weft.stages.layer_fields import row_starts
 from weft.stages.layers import Blocks, run_layers
@@ -122,8 +122,9 @@ def decoder_stage(
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        check_call(name, layout, params, batch, x, section is not None, config.tie_word_embeddings)
+        check_call(name, layout, params, batch, x, section is not None, config.tie_word_embeddings, num_drafts)
         with invariant() if batch_invariant else nullcontext():
+            check_drafting(state, num_drafts)
             resolved = resolve_inputs(name, functions.token_extras, state, batch)
             hidden = embed(params, resolved, batch.inputs_embeds, ranks) if x is None else x.hidden_states
             if x is not None and x.input_ids is not None:

@@ -264,6 +264,13 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
     return torch.minimum(first + ahead, last).clamp(min=0)
 
 
+def check_drafting(state: State, num_drafts: int) -> None:
+    """Raise RequestError for a stage that verifies drafts, and a state without `drafting`."""
+    if num_drafts and state.drafting is None:
+        seen, instead = "a state without `drafting`", "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
+        raise RequestError("a stage that verifies drafts", seen, instead)
+
+
 def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
     """The output with the number of its tokens that each request keeps.
 
@@ -272,13 +279,8 @@ def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
         batch: the step's batch, with the drafts filled in; negative where there is no draft.
         where: the result of `read_at`.
         out: the output, with one sampled token for each of these tokens.
-
-    Raises:
-        RequestError: the state has no `drafting`.
     """
-    if state.drafting is None:
-        seen, instead = "a state without `drafting`", "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
-        raise RequestError("a stage that verifies drafts", seen, instead)
+    assert state.drafting is not None, "a stage that verifies has a state with drafting"
     again = where[:, 1:] == where[:, :-1]
     drafts = torch.where(again, DRAFT, batch.input_ids[where[:, 1:]])
     has_all = state.positions[batch.rows] >= state.drafting.limits[batch.rows] - 1

@@ -16,6 +16,9 @@ from weft.stages.params import DecoderParams, head_fault
 from weft.stages.shares import TensorRanks
 from weft.state import State, resolve
 
+NO_DRAFTS = "query_len=1, as in weft.Batch.decode(rows); weft.Engine(model, speculation=...) drafts"
+"""The instead of an error about places for drafts."""
+
 
 def check_call(
     name: str,
@@ -25,9 +28,11 @@ def check_call(
     x: IntermediateTensors | None,
     has_mrope: bool,
     is_tied: bool,
+    num_drafts: int,
 ) -> None:
     """Raise ProgramError for the parameters of another stage, and for a later stage without `x`; DescriptorError for a
-    batch of another stage, or with positions that the model does not have."""
+    batch of another stage, with positions that the model does not have, or with places for drafts where nothing drafts.
+    """
     kind: type[WeftError] = ProgramError
     owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
     if owned != (layout.first, layout.last, len(layout.layers)):
@@ -38,6 +43,10 @@ def check_call(
         seen, instead = fault
     elif x is None and not layout.first:
         seen, instead = "x is None", "what the stage before returned"
+    elif not num_drafts and (batch.descriptor.query_len or 1) > 1:
+        kind = DescriptorError
+        seen = f"a batch of query_len={batch.descriptor.query_len}, with places for drafts, where nothing drafts"
+        instead = NO_DRAFTS
     elif fault := position_fault(batch, x, has_mrope):
         kind, (seen, instead) = DescriptorError, fault
     else:

@@ -11,13 +11,14 @@ from weft.arguments.checks import Rule, check_values
 from weft.batch import Batch
 from weft.carried import Carried
 from weft.display.tables import Table
-from weft.errors import ProgramError
+from weft.errors import DescriptorError, ProgramError
 from weft.outputs import IntermediateTensors, Output, PerToken
 from weft.sampling import SamplingParams
 from weft.schema import Schema
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import stage_params
 from weft.stages.custom.functions import DecoderStage
+from weft.stages.inputs import NO_DRAFTS
 from weft.stages.layout import StageLayout, empty_states, split_model
 from weft.stages.model import Model
 from weft.stages.params import num_bytes
@@ -234,10 +235,12 @@ def make_runner(
 
     Raises:
         ProgramError: more stages than layers, or a model that is not the part that runs here, or a share of one.
-        DescriptorError: an unknown mode.
+        DescriptorError: an unknown mode, or limits with places for drafts (`query_lens`), which a runner does not fill.
     """
-    ladder = model_ladder(mode, limits, model.functions)
     call, rules = f"make_runner(model, limits, num_stages={num_stages!r})", {"num_stages": stage_rule(model)}
+    if max(limits.query_lens) > 1:
+        raise DescriptorError(call, f"limits.query_lens={limits.query_lens}, where nothing drafts", NO_DRAFTS)
+    ladder = model_ladder(mode, limits, model.functions)
     check_values(call, RULES | rules, {"transport": transport, "num_stages": num_stages}, ProgramError)
     if model.shard[1] > 1:
         instead = "weft.Engine, whose ranks share layers; or weft.load(path) without shard="
