@@ -12,22 +12,23 @@ from torch import Tensor
 
 from weft.arguments.checks import names_arguments
 from weft.arguments.equivalents import ENGINE, for_add
-from weft.errors import EngineError
+from weft.errors import EngineError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.calls import Calls
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine, query_lens
-from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
-from weft.transforms.engine.requests.host_state import HostState, RequestState, check_free
+from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined, joined_by_completion
+from weft.transforms.engine.requests.host_state import HostState, Request, RequestState, check_free
 from weft.transforms.engine.requests.inputs import RequestBuilder, call_of_add
 from weft.transforms.engine.requests.masks import Mask
 from weft.transforms.engine.requests.prompts import EmbedsPrompt
-from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
+from weft.transforms.engine.scheduler import add, finish, forget, observe, outdate, schedule
 from weft.transforms.engine.setup import assert_same_engines, assert_same_left_out, make_executor
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.step_limit import limit_steps
-from weft.transforms.engine.steps.executor import StepGuard, capture_all
+from weft.transforms.engine.steps.executor import capture_all
 from weft.transforms.engine.steps.results import FinishedWork, PendingResults, StepResult
 from weft.transforms.engine.steps.step import Work
 from weft.transforms.engine.weights import Params, make_weights
@@ -112,8 +113,10 @@ class Engine:
         self._executor = executor(self.limits)
         self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size, self._builder.eos_ids)
         self._counts, self._num_added = Counts(self._executor.classes), 0
-        self._pending, self._failed = deque[PendingResults](), list[RequestOutput]()
-        self._guard, self._streams = StepGuard("engine.step()"), Streams(self, self._is_distributed)
+        self._pending = deque[PendingResults]()
+        self._unreturned = list[RequestOutput]()
+        self._calls = Calls()
+        self._streams = Streams(self, self._is_distributed)
         if self._is_distributed:
             assert_same_engines(self.transport.assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
         if limits.max_step_seconds is not None:
@@ -125,7 +128,7 @@ class Engine:
     def __repr__(self) -> str:
         """The model, and the number of graphs and requests."""
         name, graphs = self.model.config.architecture, len(self._executor.graphs)
-        ended = "; ended by what a step raised" * self._guard.is_broken
+        ended = "; ended by what a step raised" * self._calls.is_broken
         return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}{ended}>"
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
@@ -164,39 +167,64 @@ class Engine:
         Returns:
             The id.
 
+        Ctrl-C waits until the request is in the engine. After any other exception nothing of it is.
+
         Raises:
             RequestError: it could never be served. Other requests go on.
-            EngineError: an earlier step raised, Ctrl-C among others.
+            EngineError: an earlier step raised; or another thread is inside a call of the engine.
         """
-        self._guard.check("engine.add(...)")
-        names = (f"request {index}" for index in itertools.count(self._num_added))
-        free = (each for each in names if each not in self._outputs and not self._host.find(each))
-        name = next(free) if id is None else id
-        options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
-        options |= {"extras": extras, "cache_salt": cache_salt}
-        call = call_of_add(sampling, max_tokens, name)
-        requests, mask = self._builder.build(call, self._num_added, name, prompt, sampling, **options)
-        check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
+        with self._calls.enter("engine.add(...)", nests=True) as entered:
+            index = self._num_added
+            names = (f"request {number}" for number in itertools.count(index))
+            free = (each for each in names if each not in self._outputs and not self._host.find(each))
+            name = next(free) if id is None else id
+            options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
+            options |= {"extras": extras, "cache_salt": cache_salt}
+            call = call_of_add(sampling, max_tokens, name)
+            requests, mask = self._builder.build(call, index, name, prompt, sampling, **options)
+            check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
+            entered.changing = "add"
+            try:
+                self._insert(name, requests, mask)
+            except BaseException as error:  # all of it is in the engine, or nothing
+                self._host = forget(self._host, [each.id for each in requests])
+                self._outputs.forget(name, requests)
+                self._num_added = index
+                if not self._is_distributed or isinstance(error, WeftError):  # other ranks may have it
+                    entered.changing = ""
+                raise
+        return name
+
+    def _insert(self, name: str, requests: Sequence[Request], mask: Mask | None) -> None:
+        """Put a request's completions into the books."""
         if self._is_distributed:
             self.transport.assert_equal("the request", f"{requests[0]}, n={len(requests)}")
         for request in requests:  # the later ones wait for the pages of their prompt
             self._host = add(self._host, request, self.limits.budget, behind=None if request is requests[0] else name)
         self._outputs.add(name, requests, self._host.num_jobs, mask)
         self._num_added += 1
-        return name
 
     def abort(self, id: str) -> list[RequestOutput]:
         """End a request; returns the last output of each completion that had not ended.
 
+        Ctrl-C waits until it has ended: then the next `step()` returns these outputs.
+
         Raises:
             RequestError: the engine has no request of this name, or it has ended.
+            EngineError: another thread is inside a call of the engine.
         """
-        names = self._outputs.names(f"engine.abort({id!r})", id)
-        self.transport.assert_equal("the abort", repr(id))
-        for name in names:
-            self._host = finish(self._host, name, "abort")
-        outputs = [self._outputs.end(name, "abort", []) for name in names]
-        self._streams.publish(outputs)
+        with self._calls.enter(call := f"engine.abort({id!r})", nests=True, needs_whole=False) as entered:
+            names = self._outputs.names(call, id)
+            entered.changing = "abort"
+            self.transport.assert_equal("the abort", repr(id))
+            if not self._calls.is_broken:  # else nothing of it will be stepped again, and its pages are not known
+                for name in names:
+                    self._host = finish(self._host, name, "abort")
+            outputs = [self._outputs.end(name, "abort", []) for name in names]
+            self._streams.publish(outputs)
+            start = len(self._unreturned)
+            self._unreturned += outputs
+        del self._unreturned[start:]  # after an interrupt they stay there
         return outputs
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
@@ -243,7 +271,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, and no step whose tokens were not read."""
-        return not (len(self._outputs) or self._pending or self._failed or self._executor.num_running)
+        return not (len(self._outputs) or self._pending or self._unreturned or self._executor.num_running)
 
     def is_under_way(self, id: str) -> bool:
         """Whether the request of that id has not ended."""
@@ -256,35 +284,63 @@ class Engine:
     def __iter__(self) -> Iterator[RequestOutput]:
         """Step until no request is left."""
         while not self.is_idle:
-            yield from self.step()
+            if not self._unreturned:
+                self._step()
+            while self._unreturned:
+                output = self._unreturned[0]
+                del self._unreturned[0]  # no function is called up to `yield`, so that no interrupt comes between
+                yield output
 
     def step(self) -> list[RequestOutput]:
         """Launch work as far ahead as is allowed, and read the oldest; returns one output for each completion that got
         tokens or ended, if there was something to read.
 
+        Ctrl-C waits until the step has ended: the engine goes on, and the next `step()` also returns the outputs of
+        this one. A second Ctrl-C ends the step at once, and the engine with it. Other exceptions that come from outside
+        in the middle of a step (a signal's own handler, `PyThreadState_SetAsyncExc`) end the engine, too.
+
         Raises:
-            EngineError: an earlier step was interrupted by an error or Ctrl-C, and what it did is not known.
+            EngineError: an earlier step was interrupted by an error, and what it did is not known; or another thread is
+                inside a call of the engine.
             BaseException: whatever a step raises.
         """
-        self.launch()
-        with self._guard:
-            failed, self._failed = self._failed, []
-            return [*failed, *(self._read(self._pending.popleft()) if self._pending else [])]
+        self._step()
+        outputs = self._unreturned
+        self._unreturned = []  # as in `__iter__`
+        return outputs
+
+    def _step(self) -> None:
+        """Take a step, whose outputs are then among those that were not returned."""
+        with self._calls.enter("engine.step()") as entered:
+            self._check_weights()
+            entered.changing = "step"
+            is_behind = bool(self._unreturned)
+            self._launch()
+            if self._pending:
+                self._unreturned += self._read(self._pending.popleft())
+            if is_behind:  # an interrupted step's are here still
+                self._unreturned = joined_by_completion(self._unreturned)
 
     def launch(self) -> None:
         """Launch steps until `run_ahead` of them follow the next one to read, or until there is no work."""
-        changed = self._weights.are_changed
-        if changed and self._is_distributed:
+        with self._calls.enter("engine.launch()") as entered:
+            self._check_weights()
+            entered.changing = "step"
+            self._launch()
+
+    def _check_weights(self) -> None:
+        if self._is_distributed and self._weights.are_changed:
             seen = "parameters that were changed in place, of which other ranks do not know"
             raise EngineError("engine.step()", seen, "engine.update() after the change, on every rank")
-        with self._guard:
-            if changed:
-                self._outdate()
-                self._weights.write((), {})
-            while len(self._pending) <= self.run_ahead:
-                if not self._launch_step():
-                    self._copy_results(self._executor.flush())
-                    return
+
+    def _launch(self) -> None:
+        if self._weights.are_changed:
+            self._outdate()
+            self._weights.write((), {})
+        while len(self._pending) <= self.run_ahead:
+            if not self._launch_step():
+                self._copy_results(self._executor.flush())
+                return
 
     def _launch_step(self) -> bool:
         """Schedule a step of every cohort, and launch it; False if there is nothing to do."""
@@ -308,7 +364,7 @@ class Engine:
         for name, error in failed.items():
             if self._host.find(name) is not None:  # its mask may have aborted it
                 self._host = finish(self._host, name, "error")
-                self._failed.append(self._outputs.end(name, "error", [], error))
+                self._unreturned.append(self._outputs.end(name, "error", [], error))
         return work
 
     def _copy_results(self, finished: Sequence[FinishedWork]) -> None:
@@ -362,11 +418,12 @@ class Engine:
         >>> engine.update({"model.norm.weight": 1.01 * engine.model.params.norm})
         """
         call = f"engine.update({'' if params is None else 'params'})"
-        pairs = [] if params is None else self._weights.pairs(call, params)
-        self._weights.check_adapters(call, adapters)
-        if self._is_distributed:
-            self.transport.assert_equal("the update", f"{call} of {self._weights.digest(params, adapters or {})}")
-        with self._guard:
+        with self._calls.enter(call) as entered:
+            pairs = [] if params is None else self._weights.pairs(call, params)
+            self._weights.check_adapters(call, adapters)
+            if self._is_distributed:
+                self.transport.assert_equal("the update", f"{call} of {self._weights.digest(params, adapters or {})}")
+            entered.changing = "update"
             self._outdate()
             self._weights.write(pairs, adapters or {})
 
@@ -377,19 +434,22 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Let no later request find the pages computed so far; returns how many could be found. Requests under way keep
         theirs. With stages in other processes, call it on every rank."""
-        self._guard.check(call := "engine.reset_prefix_cache()")
-        self.transport.assert_equal("the call", call)
-        return self._host.pages.forget()
+        with self._calls.enter(call := "engine.reset_prefix_cache()", nests=True) as entered:
+            entered.changing = "reset_prefix_cache"
+            self.transport.assert_equal("the call", call)
+            return self._host.pages.forget()
 
     def warm_up(self) -> Stats:
         """Capture all graphs, on padding, with a progress bar on a terminal; returns `stats()`. On a GPU kernels are
         compiled first, also for larger steps without a graph, which then run once; not in mode none. Steps with masks,
         embeddings or prompt logprobs have other graphs, captured when first needed. For even latency, call `gc.collect`
         and `gc.freeze` afterwards: a full collection takes 0.1 s. With stages elsewhere, call it on every rank."""
-        with self._guard.within(call := "engine.warm_up()"):
+        with self._calls.enter(call := "engine.warm_up()", nests=True, defers=False) as entered:
+            entered.changing = "step"
             self.transport.assert_equal("the call", call)
             self._copy_results(self._executor.flush())  # what is under way has the states
-        capture_all(self._executor)
+            entered.changing = ""
+            capture_all(self._executor)
         return self.stats()
 
     @property

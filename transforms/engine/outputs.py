@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN
-from weft.errors import ProgramError, RequestError, WeftError
+from weft.errors import EngineError, ProgramError, RequestError, WeftError
 from weft.transforms.engine.completion import CompletionState, special_ids
 from weft.transforms.engine.requests.host_state import Request, find_open
 from weft.transforms.engine.requests.masks import Mask, RequestMask, blame, compute_mask
@@ -65,6 +65,15 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     text = None if second.text is None else f"{first.text or ''}{second.text}"
     captured = first.captured_range[0], second.captured_range[1]
     return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured_range=captured)
+
+
+def joined_by_completion(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """One output for each completion, in the order of the first ones."""
+    found: dict[tuple[str, CompletionState], RequestOutput] = {}
+    for output in outputs:
+        key = output.id, output.track
+        found[key] = joined(found[key], output) if key in found else output
+    return list(found.values())
 
 
 @attrs.define(eq=False)
@@ -139,6 +148,13 @@ class OutputProcessor:
             if own_mask is not None:
                 self._masks[request.id] = own_mask
         self._names[id] = [request.id for request in requests]
+
+    def forget(self, id: str, requests: Sequence[Request]) -> None:
+        """Take back what `add` has done, or has begun to do."""
+        self._names.pop(id, None)
+        for request in requests:
+            self._masks.pop(request.id, None)
+            self._open.pop(request.id, None)
 
     def note_admissions(self, work: Work) -> None:
         """Note the time at which requests were given rows."""
@@ -229,8 +245,7 @@ class OutputProcessor:
         Args:
             error: with the reason `error`, what went wrong.
         """
-        own = self._open.pop(name)
-        self._masks.pop(name, None)
+        own = self._open[name]
         try:
             own.state.end(reason)
         except BaseException as fault:
@@ -240,6 +255,8 @@ class OutputProcessor:
         others.remove(name)
         if not others:
             del self._names[own.id]
+        self._masks.pop(name, None)
+        del self._open[name]
         return own.output(tokens, own.state.reason, error)
 
 
@@ -267,10 +284,12 @@ class Streams:
         if self._is_distributed:
             call, instead = "engine.stream(prompt)", "add() on all ranks, and step() on each"
             raise ProgramError(call, "stages in other processes, which do not know when requests come", instead)
+        loop = asyncio.get_running_loop()
+        self._check_loop(loop)
         name = self._engine.add(prompt, sampling, **options)
         queue = self._queues[name] = asyncio.Queue()
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._run())
+        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
+            self._task = loop.create_task(self._run())
         try:
             left = 1 if sampling is None else sampling.n
             while left:
@@ -283,6 +302,15 @@ class Streams:
             del self._queues[name]
             if self._engine.is_under_way(name):
                 self._engine.abort(name)
+
+    def _check_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise EngineError if the engine is stepped by a task of another event loop that runs."""
+        if self._task is None or self._task.done():
+            return
+        other = self._task.get_loop()
+        if other is not loop and other.is_running():
+            seen = "an event loop, while one of another thread steps the engine for its streams"
+            raise EngineError("engine.stream(prompt)", seen, "streams of one event loop, or an engine for each")
 
     def publish(self, outputs: Iterable[RequestOutput]) -> None:
         """Put outputs into the queues of their streams."""
@@ -299,6 +327,8 @@ class Streams:
                     await asyncio.sleep(_POLL_SECONDS)
                 self.publish(self._engine.step())
                 await asyncio.sleep(0)
-        except Exception as error:
+        except BaseException as error:
             for queue in self._queues.values():
                 queue.put_nowait(error)
+            if not isinstance(error, Exception):
+                raise

@@ -67,6 +67,19 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     return host
 
 
+def forget(host: HostState, request_ids: Sequence[str]) -> HostState:
+    """Take requests out of the books that `add` has put there since the last step, or has begun to.
+
+    Args:
+        host: donated.
+        request_ids: all completions of one request.
+    """
+    for request_id in request_ids:
+        host.requests.pop(request_id, None)
+    host.waiting[:] = [req for req in host.waiting if req.request.id not in request_ids]
+    return host
+
+
 def finish(host: HostState, request_id: str, reason: str) -> HostState:
     """End a request; tokens of steps already launched are dropped when they are read.
 

@@ -1,9 +1,8 @@
 """Executors: they run steps on the device's states, one after the other or through the stages of a pipeline."""
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
-from weft.errors import EngineError
 from weft.padding import inert
 from weft.torchapi.private import to_device
 from weft.transforms.engine.steps.classes import Classes
@@ -269,54 +267,3 @@ class PipelineExecutor:
         batch = Batch.decode([0], device=self._batches.device)
         stages = zip(self.graphs, self.params, self.state, self._inputs, strict=False)
         return [(graph, (params, state, batch, x)) for graph, params, state, x in stages]
-
-
-class StepGuard:
-    """A context that cannot be entered again once something was raised in it, because the host and the device may
-    disagree from then on. It cannot be entered while it is entered, either.
-
-    Args:
-        call: the call that it guards, for errors.
-    """
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-        self._broken, self._inside = "", False
-
-    def __enter__(self) -> None:
-        self.check(self.call, enters=True)
-        self._inside = True
-
-    @contextmanager
-    def within(self, call: str) -> Iterator[None]:
-        """A context for `call`, which may also be made within a step; what it raises counts as raised by a step."""
-        self.check(call)
-        try:
-            yield
-        except BaseException as error:
-            self._note(error)
-            raise
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether something was raised in it."""
-        return bool(self._broken)
-
-    def check(self, call: str, *, enters: bool = False) -> None:
-        """Raise EngineError if it is broken, or is to be entered while it is entered; `call` is the user's call."""
-        if enters and self._inside:
-            seen, instead = "a call from within a step", "a mask that leaves the engine alone"
-        elif self._broken:
-            seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
-            instead = "another weft.Engine(...), and its requests again"
-        else:
-            return
-        raise EngineError(call, seen, instead)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._inside = False
-        if error is not None:
-            self._note(error)
-
-    def _note(self, error: BaseException) -> None:
-        self._broken = traceback.format_exception_only(error)[-1].strip().splitlines()[0]

@@ -1,0 +1,177 @@
+"""`Calls`: the calls of an engine, from one thread at a time. Ctrl-C waits for the end of a call that changes the
+engine; whatever else is raised in the middle of its changes ends the engine, by name."""
+
+import signal
+import sys
+import threading
+import traceback
+from types import FrameType, TracebackType
+from typing import Any
+
+from weft.errors import EngineError
+
+_UNDER_WAY = "under way"
+_NEW_ENGINE = "another weft.Engine(...), and its requests again"
+
+
+class Calls:
+    """The calls of one engine.
+
+    A call is entered by one operation of a dict, which no other thread and no interrupt can halve; it then is the
+    owner. Another thread's call is refused meanwhile, and so is one from within it that would change what it changes.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[str, Call] = {}
+        self._broken = ""
+
+    def enter(self, call: str, *, nests: bool = False, needs_whole: bool = True, defers: bool = True) -> "Call":
+        """A context for a call of the engine; to be used in the method that the user called.
+
+        Args:
+            call: as the user wrote it, for errors.
+            nests: it may be made from within another call, such as by a mask in a step.
+            needs_whole: it is refused once something was raised in the middle of a change.
+            defers: Ctrl-C waits until its end.
+
+        Raises:
+            EngineError: when it is entered, for one of these reasons.
+        """
+        return Call(self, call, nests=nests, needs_whole=needs_whole, defers=defers)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something was raised in the middle of a change."""
+        return bool(self._broken)
+
+    def mark_broken(self, seen: str) -> None:
+        """Let no later call go on with the engine."""
+        self._broken = seen
+
+    def check_whole(self, call: str) -> None:
+        """Raise EngineError if something was raised in the middle of a change."""
+        if self._broken:
+            raise EngineError(call, self._broken, _NEW_ENGINE)
+
+    def own(self, entered: "Call") -> bool:
+        """Make a call the owner; False if it is nested in the one that is.
+
+        Raises:
+            EngineError: it may not be nested, or another thread's call is under way.
+        """
+        while (owner := self._owner.setdefault(_UNDER_WAY, entered)) is not entered:
+            is_same_thread = owner.thread is entered.thread
+            if owner.is_under_way():
+                if not is_same_thread:
+                    seen = f"thread {entered.thread.name!r}, while thread {owner.thread.name!r} is inside {owner.call}"
+                    raise EngineError(entered.call, seen, "calls from one thread at a time, such as with a lock")
+                if not entered.nests:
+                    raise EngineError(entered.call, "a call from within a step", "a mask that leaves the engine alone")
+                return False
+            if self._owner.get(_UNDER_WAY) is owner:  # its method has gone without a word: what it did is not known
+                self.mark_broken(f"an earlier {owner.call} that was interrupted where it began or ended")
+                self._owner.pop(_UNDER_WAY, None)
+        return True
+
+    def leave(self, entered: "Call") -> None:
+        """Let others enter."""
+        if self._owner.get(_UNDER_WAY) is entered:
+            del self._owner[_UNDER_WAY]
+
+
+class Call:
+    """A call of an engine, as the context in which it runs.
+
+    Attributes:
+        changing: what an exception would leave half done, such as "step"; empty: nothing.
+    """
+
+    def __init__(self, calls: Calls, call: str, *, nests: bool, needs_whole: bool, defers: bool) -> None:
+        self.call = call
+        self.nests = nests
+        self.thread = threading.current_thread()
+        self.changing = ""
+        self._calls = calls
+        self._needs_whole = needs_whole
+        self._defers = defers
+        self._held: HeldInterrupt | None = None
+        self._frame: FrameType | None = None
+
+    def __enter__(self) -> "Call":
+        self._frame = sys._getframe(1)  # by which a nested call is told from one after an interrupt
+        if self._defers:
+            self._held = hold_interrupt()
+        try:
+            self._calls.own(self)
+            if self._needs_whole:
+                self._calls.check_whole(self.call)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self.changing:
+            raised = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+            self._calls.mark_broken(
+                f"an earlier {self.changing} that raised {raised}; how far its requests came is not known"
+            )
+        self._leave()
+
+    def _leave(self) -> None:
+        self._calls.leave(self)
+        self._frame = None
+        if self._held is not None:
+            self._held.release()
+
+    def is_under_way(self) -> bool:
+        """Whether its method is still among the functions that its thread runs."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        while frame is not None:
+            if frame is self._frame:
+                return True
+            frame = frame.f_back
+        return False
+
+
+class HeldInterrupt:
+    """A handler of SIGINT that keeps the first one until `release`. A second one goes through at once: someone who
+    presses Ctrl-C twice does not want to wait.
+
+    Args:
+        handler: the one before.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self._has_come = False
+        self._goes_through = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._has_come or self._goes_through:
+            self._has_come = False
+            self._goes_through = True
+            self._handler(number, frame)
+        else:
+            self._has_come = True
+
+    def release(self) -> None:
+        """Put the handler before back, and hand it what came."""
+        if signal.getsignal(signal.SIGINT) is self:  # unless user code has set another meanwhile
+            signal.signal(signal.SIGINT, self._handler)
+        if self._has_come:
+            self._has_come = False
+            self._handler(signal.SIGINT, sys._getframe())
+
+
+def hold_interrupt() -> HeldInterrupt | None:
+    """Hold SIGINT; None where it is held already, where Python does not handle it, or beside the main thread, in which
+    Python runs no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or isinstance(handler, HeldInterrupt):
+        return None
+    held = HeldInterrupt(handler)
+    signal.signal(signal.SIGINT, held)
+    return held
