@@ -11,6 +11,7 @@ from typing import Any
 from weft.errors import EngineError
 
 _UNDER_WAY = "under way"
+_NOT_KNOWN = "how far its requests came is not known"
 _NEW_ENGINE = "another weft.Engine(...), and its requests again"
 
 
@@ -68,8 +69,11 @@ class Calls:
                 if not entered.nests:
                     raise EngineError(entered.call, "a call from within a step", "a mask that leaves the engine alone")
                 return False
-            if self._owner.get(_UNDER_WAY) is owner:  # its method has gone without a word: what it did is not known
-                self.mark_broken(f"an earlier {owner.call} that was interrupted where it began or ended")
+            if (
+                self._owner.get(_UNDER_WAY) is owner
+            ):  # its method has gone: an exception from outside kept it from leaving
+                if owner.changing and not self._broken:
+                    self.mark_broken(f"an earlier {owner.changing} that was interrupted; {_NOT_KNOWN}")
                 self._owner.pop(_UNDER_WAY, None)
         return True
 
@@ -83,7 +87,8 @@ class Call:
     """A call of an engine, as the context in which it runs.
 
     Attributes:
-        changing: what an exception would leave half done, such as "step"; empty: nothing.
+        changing: what an exception would leave half done, such as "step"; empty: nothing. Whoever sets it clears it
+            when all is done.
     """
 
     def __init__(self, calls: Calls, call: str, *, nests: bool, needs_whole: bool, defers: bool) -> None:
@@ -100,7 +105,7 @@ class Call:
     def __enter__(self) -> "Call":
         self._frame = sys._getframe(1)  # by which a nested call is told from one after an interrupt
         if self._defers:
-            self._held = hold_interrupt()
+            self._held = hold_interrupt(self)
         try:
             self._calls.own(self)
             if self._needs_whole:
@@ -113,16 +118,15 @@ class Call:
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self.changing:
             raised = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-            self._calls.mark_broken(
-                f"an earlier {self.changing} that raised {raised}; how far its requests came is not known"
-            )
+            self._calls.mark_broken(f"an earlier {self.changing} that raised {raised}; {_NOT_KNOWN}")
         self._leave()
 
     def _leave(self) -> None:
         self._calls.leave(self)
+        frame = self._frame
         self._frame = None
         if self._held is not None:
-            self._held.release()
+            self._held.release(frame)
 
     def is_under_way(self) -> bool:
         """Whether its method is still among the functions that its thread runs."""
@@ -139,39 +143,43 @@ class HeldInterrupt:
     presses Ctrl-C twice does not want to wait.
 
     Args:
+        call: until whose end it is kept.
         handler: the one before.
     """
 
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
+    def __init__(self, call: Call, handler: Any) -> None:
+        self.call = call
+        self.handler = handler
         self._has_come = False
         self._goes_through = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._has_come or self._goes_through:
+        if self._has_come or self._goes_through or not self.call.is_under_way():
             self._has_come = False
             self._goes_through = True
-            self._handler(number, frame)
+            self.handler(number, frame)
         else:
             self._has_come = True
 
-    def release(self) -> None:
-        """Put the handler before back, and hand it what came."""
+    def release(self, frame: FrameType | None) -> None:
+        """Put the handler before back, and hand it what came, as if it came in that frame."""
         if signal.getsignal(signal.SIGINT) is self:  # unless user code has set another meanwhile
-            signal.signal(signal.SIGINT, self._handler)
+            signal.signal(signal.SIGINT, self.handler)
         if self._has_come:
             self._has_come = False
-            self._handler(signal.SIGINT, sys._getframe())
+            self.handler(signal.SIGINT, frame)
 
 
-def hold_interrupt() -> HeldInterrupt | None:
-    """Hold SIGINT; None where it is held already, where Python does not handle it, or beside the main thread, in which
-    Python runs no handlers."""
-    if threading.current_thread() is not threading.main_thread():
+def hold_interrupt(call: Call) -> HeldInterrupt | None:
+    """Hold SIGINT for a call; None where it is held already, where Python does not handle it, or beside the main
+    thread, in which Python runs no handlers."""
+    if call.thread is not threading.main_thread():
         return None
     handler = signal.getsignal(signal.SIGINT)
+    while isinstance(handler, HeldInterrupt) and not handler.call.is_under_way():
+        handler = handler.handler  # an exception from outside kept that call from its end
     if not callable(handler) or isinstance(handler, HeldInterrupt):
         return None
-    held = HeldInterrupt(handler)
+    held = HeldInterrupt(call, handler)
     signal.signal(signal.SIGINT, held)
     return held

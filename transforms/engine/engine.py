@@ -193,6 +193,7 @@ class Engine:
                 if not self._is_distributed or isinstance(error, WeftError):  # other ranks may have it
                     entered.changing = ""
                 raise
+            entered.changing = ""
         return name
 
     def _insert(self, name: str, requests: Sequence[Request], mask: Mask | None) -> None:
@@ -222,9 +223,12 @@ class Engine:
                     self._host = finish(self._host, name, "abort")
             outputs = [self._outputs.end(name, "abort", []) for name in names]
             self._streams.publish(outputs)
-            start = len(self._unreturned)
-            self._unreturned += outputs
-        del self._unreturned[start:]  # after an interrupt they stay there
+            kept = [output for output in self._unreturned if output.id != id]
+            before = [output for output in self._unreturned if output.id == id]
+            outputs = joined_by_completion([*before, *outputs])
+            self._unreturned = [*kept, *outputs]
+            entered.changing = ""
+        self._unreturned = kept  # after an interrupt they stay there
         return outputs
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
@@ -316,10 +320,11 @@ class Engine:
             entered.changing = "step"
             is_behind = bool(self._unreturned)
             self._launch()
-            if self._pending:
-                self._unreturned += self._read(self._pending.popleft())
+            outputs = self._read(self._pending.popleft()) if self._pending else []
+            self._unreturned += outputs
             if is_behind:  # an interrupted step's are here still
                 self._unreturned = joined_by_completion(self._unreturned)
+            entered.changing = ""
 
     def launch(self) -> None:
         """Launch steps until `run_ahead` of them follow the next one to read, or until there is no work."""
@@ -327,6 +332,7 @@ class Engine:
             self._check_weights()
             entered.changing = "step"
             self._launch()
+            entered.changing = ""
 
     def _check_weights(self) -> None:
         if self._is_distributed and self._weights.are_changed:
@@ -426,6 +432,7 @@ class Engine:
             entered.changing = "update"
             self._outdate()
             self._weights.write(pairs, adapters or {})
+            entered.changing = ""
 
     def _outdate(self) -> None:
         self._copy_results(self._executor.flush())
@@ -437,7 +444,9 @@ class Engine:
         with self._calls.enter(call := "engine.reset_prefix_cache()", nests=True) as entered:
             entered.changing = "reset_prefix_cache"
             self.transport.assert_equal("the call", call)
-            return self._host.pages.forget()
+            count = self._host.pages.forget()
+            entered.changing = ""
+        return count
 
     def warm_up(self) -> Stats:
         """Capture all graphs, on padding, with a progress bar on a terminal; returns `stats()`. On a GPU kernels are

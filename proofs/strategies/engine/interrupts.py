@@ -1,0 +1,123 @@
+"""Interrupts of an engine's calls: an exception from outside, or Ctrl-C, at any line that a call executes."""
+
+import dis
+import functools
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import attrs
+
+_LOOKS = "CALL", "JUMP_BACKWARD", "RESUME", "SEND", "FOR_ITER", "WITH"
+"""CPython looks for signals at these instructions: none arrives between two lines that have none of them."""
+
+
+def press_ctrl_c() -> None:
+    """What a terminal does."""
+    signal.raise_signal(signal.SIGINT)
+
+
+class Outside(BaseException):
+    """An exception that another thread set, or a timeout raised."""
+
+
+def raise_outside() -> None:
+    """Raise such an exception here."""
+    raise Outside
+
+
+@attrs.define
+class Interrupt:
+    """Something that happens at one line of weft's that a call executes.
+
+    Args:
+        line: the line, counted from the beginning of the call.
+        happens: what it is.
+        modules: the beginning of the names of the modules whose lines count.
+
+    Attributes:
+        place: the module and the line; empty: the call had fewer lines.
+        count: such lines executed so far.
+    """
+
+    line: int
+    happens: Callable[[], None]
+    modules: str = "weft."
+    place: str = ""
+    count: int = 0
+
+    @contextmanager
+    def within(self) -> Iterator["Interrupt"]:
+        """The context of the call."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield self
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_globals.get("__name__", "")
+        if event != "call" or not name.startswith(self.modules) or name.startswith("weft.proofs"):
+            return None
+        lines = _lines_of(frame.f_code)
+        may_come = False
+
+        def look(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal may_come
+            if event == "line":
+                was_look = may_come
+                may_come = frame.f_lineno in lines
+                self._count(frame, may_come or was_look)
+            return look
+
+        return look
+
+    def _count(self, frame: FrameType, may_come: bool) -> None:
+        self.count += 1
+        if self.count > self.line and not self.place and may_come:
+            self.place = f"{frame.f_globals['__name__']}:{frame.f_lineno}"
+            self.happens()
+
+
+@attrs.frozen
+class Places:
+    """Draws the lines of calls: a module by its depth, then one of the lines that the call had there before. Most lines
+    of a call are those of operators; the few in which the engine's books change would hardly be drawn.
+
+    Args:
+        modules: beginnings of modules' names.
+    """
+
+    modules: Sequence[str]
+    _most: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
+
+    def draw(self, draw: random.Random, call: str, happens: Callable[[], None]) -> Interrupt:
+        """An interrupt at a drawn line of a call."""
+        modules = draw.choice(self.modules)
+        return Interrupt(draw.randrange(self._most.get((call, modules), 40)), happens, modules)
+
+    def note(self, call: str, interrupt: Interrupt) -> None:
+        """Note how many lines a call had."""
+        if not interrupt.place:
+            self._most[call, interrupt.modules] = max(interrupt.count, 1)
+        elif interrupt.line + 1 == self._most.get((call, interrupt.modules), 40):
+            self._most[call, interrupt.modules] = 2 * (interrupt.line + 1)
+
+
+@functools.cache
+def _lines_of(code: CodeType) -> frozenset[int]:
+    """The lines of a function within which an exception from outside may arrive."""
+    found = set[int]()
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        positions = instruction.positions
+        if positions is not None and positions.lineno is not None:
+            line = positions.lineno
+        if any(name in instruction.opname for name in _LOOKS):
+            found.add(line)
+    return frozenset(found)
