@@ -1,4 +1,4 @@
-"""A completion as it grows: its tokens and what came with them (`CompletionState`), and their text (`Detokenizer`)."""
+"""`CompletionState`: a completion as it grows, its tokens, their text, and what came with them."""
 
 import time
 from collections.abc import Container, Iterator, Mapping
@@ -8,20 +8,16 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from weft.transforms.engine.detokenizing import REPLACEMENT, Detokenizer, overlap
 from weft.transforms.engine.requests.host_state import Request
 from weft.transforms.engine.steps.results import StepResult
 
 TopLogprobs = dict[int, float]
 
-_REPLACEMENT = "\ufffd"
-"""The character that a decoder writes for bytes that are not a character, or not yet."""
 _MAX_LENT = 1024
 _MAX_ROWS_LENT = 2**17
 """The steps whose tensors a completion keeps for its part of them before it copies that part, and their tokens in all:
 a decode among prompts has one of thousands."""
-_MAX_HELD = 8
-"""Tokens held back until a character is complete. A character has at most four bytes, so of more tokens than these all
-but the last three can be shown."""
 
 
 @attrs.define
@@ -40,63 +36,6 @@ class RequestTimes:
     admitted: float | None = attrs.field(default=None, eq=False)
     first_token: float | None = attrs.field(default=None, eq=False)
     finished: float | None = attrs.field(default=None, eq=False)
-
-
-# `tokenizers.decoders.DecodeStream` (0.23.3) does not replace this class: on 4,000 random sequences of a byte-fallback
-# tokenizer it raised in 610; and a token took 36 µs after 200 invalid bytes and 190 µs after 800, here 4 µs.
-@attrs.define(eq=False)
-class Detokenizer:
-    """Turns a completion's tokens into text, one at a time, without special tokens.
-
-    A token is decoded after those shown last, because its text depends on them (a space, a part of a word). A token
-    that ends inside a character waits for the next one. Bytes that can no longer become a character are shown as
-    U+FFFD. If the decoder would change text that was already shown, decoding starts anew from there.
-
-    Args:
-        tokenizer: None: tokens have no text.
-        skip_special_tokens: whether the text of what is decoded leaves them out.
-    """
-
-    tokenizer: Tokenizer | None
-    skip_special_tokens: bool = True
-    _before: list[int] = attrs.field(factory=list)
-    _held: list[int] = attrs.field(factory=list)
-
-    def add(self, token: int, *, special: bool = False) -> str:
-        """The text that this token completes; empty for a special token."""
-        if special:
-            return ""
-        self._held.append(token)
-        text = self._decode(self._before + self._held)
-        if not text.endswith(_REPLACEMENT):
-            return self._show(len(self._held))
-        return self._show(len(self._held) - 3) if len(self._held) > _MAX_HELD else ""
-
-    def end(self) -> str:
-        """The rest: an incomplete character is shown as U+FFFD."""
-        return self._show(len(self._held))
-
-    def _show(self, count: int) -> str:
-        shown = self._held[:count]
-        before, text = self._decode(self._before), self._decode(self._before + shown)
-        if not text.startswith(before):
-            new = self._decode(shown)
-        elif not (new := text[len(before) :]):
-            self._held = self._held[-_MAX_HELD:]
-            return ""  # such as the space that a decoder drops at the beginning: the next token's text depends on it
-        self._before, self._held = shown, self._held[count:]
-        return new
-
-    def _decode(self, token_ids: list[int]) -> str:
-        if self.tokenizer is None or not token_ids:
-            return ""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens))
-
-
-def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The special tokens of a tokenizer, which text does not show."""
-    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
-    return frozenset(token for token, how in added.items() if how.special)
 
 
 @attrs.define(eq=False)
@@ -136,7 +75,6 @@ class CompletionState:
         prompt_logprobs, prompt_top_logprobs, prompt_ranks: one entry for each token of the prompt but the first, as far
             as computed.
         text_offsets: for each generated token, where its text begins in the text so far.
-        text: the text to show: whole characters, without an end that may be the beginning of a stop text.
         reason: why it ended; empty: it has not.
         stop_reason: the token or the text that ended it; None: the model's own end, or nothing of the kind.
         times: when it was added, admitted, first heard of, and finished.
@@ -155,7 +93,6 @@ class CompletionState:
     prompt_top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
     prompt_ranks: list[int] = attrs.field(factory=list)
     text_offsets: list[int] = attrs.field(factory=list)
-    text: str = ""
     reason: str = ""
     stop_reason: int | str | None = None
     times: RequestTimes = attrs.field(factory=RequestTimes, repr=False)
@@ -164,10 +101,15 @@ class CompletionState:
     _num_owned: int = 0  # of the first of these
     _num_lent: int = 0  # steps of the others, which are parts of whole steps' tensors
     _rows_lent: int = 0  # tokens of these steps, those of other requests included
-    _decoded: str = ""
+    _shown: list[str] = attrs.field(factory=list, repr=False)
+    _num_taken: int = 0  # leading ones of these that `take_text` has returned
+    _num_shown: int = 0  # characters of all of these
+    _recent: str = ""  # the last characters that are certain, as many as a stop text may continue
+    _tentative: str = ""  # characters after these that a later token may still change
+    _num_certain: int = 0
+    _num_searched: int = 0  # leading characters without a stop text that ends the request
     _stopped: bool = False
     _hides_last: bool = False  # the text of the token that ended it
-    _num_searched: int = 0  # leading characters without a stop text that ends the request
     _detokenizer: Detokenizer = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -176,7 +118,18 @@ class CompletionState:
             self.tokenizer = None
         if not params.skip_special_tokens:
             self.special_ids = frozenset()
-        self._detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(self.tokenizer, self.request.prompt, self.special_ids)
+
+    @property
+    def text(self) -> str:
+        """The text to show: what no later token can change, without an end that may be the beginning of a stop text."""
+        return "".join(self._shown)
+
+    def take_text(self) -> str:
+        """The text that is new since this was called before."""
+        new = "".join(self._shown[self._num_taken :])
+        self._num_taken = len(self._shown)
+        return new
 
     @property
     def cumulative_logprob(self) -> float:
@@ -214,9 +167,12 @@ class CompletionState:
             self._hides_last = not params.include_stop_str_in_output
         if self.tokenizer is None:
             return False
-        self.text_offsets.append(len(self._decoded))
-        self._decoded += self._detokenizer.add(token, special=token in self.special_ids or self._hides_last)
-        return self._update_text()
+        self.text_offsets.append(self._detokenizer.num_chars)
+        new = "" if self._hides_last else self._detokenizer.add(token)
+        if not params.stop:
+            self._show(new)
+            return False
+        return self._search(new)
 
     def append_captured(
         self, values: Mapping[str, Tensor], first: int, count: int = 1, start: int | None = None
@@ -287,41 +243,61 @@ class CompletionState:
                 self.prompt_top_logprobs.append(top)
                 self.prompt_ranks.append(result.prompt_ranks[first + offset])
 
-    def _update_text(self) -> bool:
-        """Search for stop texts; returns whether there is one."""
+    def _show(self, text: str) -> None:
+        if text:
+            self._shown.append(text)
+            self._num_shown += len(text)
+
+    def _search(self, new: str) -> bool:
+        """Search for stop texts in this new text and in what may still change; returns whether there is one."""
         params = self.request.sampling
-        if not params.stop:
-            self.text = self._decoded
-            return False
-        stops = params.stop if len(self.token_ids) >= params.min_tokens else ()
-        starts = [(self._decoded.find(stop, max(self._num_searched - len(stop) + 1, 0)), stop) for stop in stops]
-        self._num_searched = len(self._decoded)
-        start, stop = min((own for own in starts if own[0] >= 0), key=lambda own: own[0], default=(-1, ""))
-        if stop:
+        tentative = self._detokenizer.end().rstrip(REPLACEMENT)
+        if not (new + tentative).startswith(self._tentative):
+            self._num_searched = min(self._num_searched, self._num_certain)
+        text = self._recent + new
+        begin = self._num_certain - len(self._recent)
+        self._num_certain += len(new)
+        found = self._find(text + tentative, begin)
+        self._num_searched = self._num_certain + len(tentative)
+        self._tentative = tentative
+        if found is not None:
+            start, stop = found
             end = start + len(stop) * params.include_stop_str_in_output
-            self.text, self.stop_reason, self._stopped = self._decoded[:end], stop, True
+            self._show((text + tentative)[self._num_shown - begin : end - begin])
+            self.stop_reason = stop
+            self._stopped = True
             return True
-        held = max((_overlap(self._decoded, stop) for stop in params.stop), default=0)
-        self.text = self._decoded[: len(self._decoded) - held]
+        num_held = max(overlap(text, stop) for stop in params.stop)
+        self._show(text[self._num_shown - begin : len(text) - num_held])
+        num_kept = max(map(len, params.stop)) - 1
+        self._recent = text[max(len(text) - num_kept, 0) :]
         return False
+
+    def _find(self, text: str, begin: int) -> tuple[int, str] | None:
+        """Where the stop text that begins first does, in the whole text, and which it is.
+
+        Args:
+            text: the end of the whole text.
+            begin: where it begins in the whole text.
+        """
+        params = self.request.sampling
+        first: tuple[int, str] | None = None
+        if len(self.token_ids) < params.min_tokens:
+            return None
+        for stop in params.stop:
+            start = text.find(stop, max(self._num_searched - len(stop) + 1 - begin, 0))
+            if start >= 0 and (first is None or begin + start < first[0]):
+                first = (begin + start, stop)
+        return first
 
     def end(self, reason: str) -> None:
         """End it: text that was held back is shown, an incomplete character as U+FFFD."""
-        self.reason, self.times.finished = reason, time.monotonic()
+        self.reason = reason
+        self.times.finished = time.monotonic()
         if self.tokenizer is not None and not self._stopped:
-            shown = self.token_ids[:-1] if self._hides_last else self.token_ids
-            skips = self.request.sampling.skip_special_tokens
-            whole = str(self.tokenizer.decode(shown, skip_special_tokens=skips))
-            self.text = whole if whole.startswith(self.text) else self._decoded + self._detokenizer.end()
-        self.text_offsets = [min(offset, len(self.text)) for offset in self.text_offsets]
+            num_held = self._num_certain - self._num_shown if self.request.sampling.stop else 0
+            held = self._recent[len(self._recent) - num_held :]
+            self._show(held + self._detokenizer.end())
+        self.text_offsets = [min(offset, self._num_shown) for offset in self.text_offsets]
         if self._hides_last and self.text_offsets:
-            self.text_offsets[-1] = len(self.text)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop` that `text` ends with."""
-    tail = text[max(len(text) - len(stop) + 1, 0) :]
-    start = tail.find(stop[0])
-    while start >= 0 and not stop.startswith(tail[start:]):
-        start = tail.find(stop[0], start + 1)
-    return len(tail) - start if start >= 0 else 0
+            self.text_offsets[-1] = self._num_shown

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from weft.batch import LAST_TOKEN
 from weft.errors import EngineError, ProgramError, RequestError, WeftError
-from weft.transforms.engine.completion import CompletionState, special_ids
+from weft.transforms.engine.completion import CompletionState
+from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.requests.host_state import Request, find_open
 from weft.transforms.engine.requests.masks import Mask, RequestMask, blame, compute_mask
 from weft.transforms.engine.steps.results import StepResult
@@ -78,7 +79,7 @@ def joined_by_completion(outputs: Sequence[RequestOutput]) -> list[RequestOutput
 
 @attrs.define(eq=False)
 class _OpenCompletion:
-    """A completion that has not ended, and how much of its text was output.
+    """A completion that has not ended, and how much of it was output.
 
     Args:
         id, index: of its outputs.
@@ -90,14 +91,12 @@ class _OpenCompletion:
     index: int
     state: CompletionState
     first_job: int
-    _num_shown: int = 0
     _num_captured: int = 0
 
     def output(self, tokens: list[int], reason: str | None = None, error: WeftError | None = None) -> RequestOutput:
         """An output with these tokens and the text that is new."""
-        state, start = self.state, self._num_shown
-        self._num_shown = len(state.text)
-        text = None if state.tokenizer is None else state.text[start:]
+        state = self.state
+        text = None if state.tokenizer is None else state.take_text()
         captured = _NO_CAPTURES
         if state.num_captured:
             captured = self._num_captured, state.num_captured

@@ -10,7 +10,7 @@ import attrs
 
 from weft.errors import WeftError
 from weft.stages.model import Model
-from weft.transforms.engine.completion import special_ids
+from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.stats import Stats
 from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, Stop

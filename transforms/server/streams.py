@@ -54,10 +54,10 @@ class Progress:
     ) -> None:
         own, tokenizer = request.sampling, None if request.sampling.detokenize else tokenizer
         own = own if tokenizer is None else attrs.evolve(own, detokenize=True)
-        # The prompt is read nowhere here.
-        self.state = CompletionState(Request(request.name, (0,), request.max_tokens, own), tokenizer, special_ids)
+        asked = Request(request.name, tuple(request.prompt), request.max_tokens, own)
+        self.state = CompletionState(asked, tokenizer, special_ids)
         self.captured: dict[str, Tensor] = {}
-        self._place, self._index, self._num_shown = place, index, 0
+        self._place, self._index = place, index
 
     def add(self, deltas: Sequence[Delta]) -> Output:
         """Add what the loop said, one or several times.
@@ -100,5 +100,4 @@ class Progress:
             call = f"the text of {state.request.id}, of {len(state.token_ids)} tokens"
             found = blame(error, call, "a tokenizer that decodes every token of the model, or a model without one")
             raise found from error
-        start, self._num_shown = self._num_shown, len(state.text)
-        return state.text[start:]
+        return state.take_text()

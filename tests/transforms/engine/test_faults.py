@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
 import torch
+from tokenizers import decoders
 
 from weft.batch import EMBEDDED
 from weft.errors import LogitsError, RequestError, WeftError
@@ -197,13 +199,15 @@ class Undecodable:
     def __init__(self, token: int, error: BaseException) -> None:
         self.token, self.error = token, error
 
+    decoder = decoders.Fuse()
+
     def get_added_tokens_decoder(self) -> dict[int, Any]:
         return {}
 
-    def decode(self, token_ids: list[int], **_options: bool) -> str:
-        if self.token in token_ids:
+    def id_to_token(self, token: int) -> str:
+        if self.token == token:
             raise self.error
-        return "".join(chr(97 + token) for token in token_ids)
+        return chr(97 + token)
 
 
 class PanicException(BaseException):
@@ -231,13 +235,14 @@ def test_a_token_that_cannot_be_decoded_ends_its_request(
 
 def test_an_abort_of_what_cannot_be_decoded_is_an_error_and_breaks_nothing() -> None:
     """A decoder that fails on the whole text alone, at the end."""
-    tokenizer = Undecodable(99, ValueError("too long"))
+    tokenizer: Any = Undecodable(99, ValueError())
     engine = Engine(attrs.evolve(small_model(), tokenizer=tokenizer), SMALL, graph="none")
     engine.add([1, 2], GREEDY, max_tokens=9, id="odd")
     engine.add([3, 4], GREEDY, max_tokens=5, id="good")
     engine.step()
-    tokenizer.token = next(iter(engine.step())).track.token_ids[0]
-    [output] = engine.abort("odd")
+    [state] = [output.track for output in engine.step() if output.id == "odd"]
+    with mock.patch.object(state._detokenizer, "end", side_effect=ValueError("too long")):
+        [output] = engine.abort("odd")
     assert output.finish_reason == "error"
     assert output.error is not None
     assert output.error.seen == "ValueError: too long"

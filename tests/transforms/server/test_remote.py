@@ -168,7 +168,7 @@ def test_the_text_of_tokens_is_the_engines(model: Model, parts: list[list[int]])
 def test_all_lists_of_a_completion_travel() -> None:
     """A list that `CompletionState` gains is one that clients may ask for, unless it is made of the tokens."""
     lists = {field.name for field in attrs.fields(CompletionState) if "list[" in str(field.type)}
-    made = {"token_ids", "text_offsets", "_captured", "ranks"}  # no answer has ranks of generated tokens
+    made = {"token_ids", "text_offsets", "_captured", "_shown", "ranks"}  # no answer has ranks of generated tokens
     assert lists - made == {*PER_TOKEN, *PER_PROMPT}
 
 

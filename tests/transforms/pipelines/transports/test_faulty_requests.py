@@ -34,10 +34,10 @@ class Mute:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
 
-    def decode(self, token_ids: list[int], **options: Any) -> Any:
-        if self.token in token_ids:
+    def id_to_token(self, token: int) -> Any:
+        if self.token == token:
             raise OverflowError(f"token {self.token}")
-        return self.tokenizer.decode(token_ids, **options)
+        return self.tokenizer.id_to_token(token)
 
 
 def raises(said: Sequence[int]) -> list[int]:

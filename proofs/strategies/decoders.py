@@ -1,0 +1,151 @@
+"""Tokenizers with drawn decoders, and tokens for them: `decodings()`.
+
+Only the decoder and the texts of the tokens are drawn: nothing encodes with such a tokenizer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+CHARACTERS = "abé☂👍 ▁\n"
+"""Characters of one to four bytes, those that decoders remove or add among them."""
+WORDS = (
+    *("the", "re", "do not", "n't", "'s", ".", ",", " .", "a  b", "  ", "aa", "aba", "ab", "\ufffd", ""),
+    *("▁", "▁▁", "▁the", "▁a▁", "##re", "##", "</w>", "the</w>", "a</w>b", "<pad>", "<pad>a", "|", "a|b"),
+    *("<0x+F>", "<0x6", "1>", "<0xé>"),
+)
+
+
+def _vocabulary() -> dict[str, int]:
+    """Texts that mean something to a decoder, and bytes in the two ways in which tokens spell them."""
+    raw = sorted({*CHARACTERS.encode(), 0x80, 0xC3, 0xE2, 0xED, 0xFF})
+    byte_level = Tokenizer(models.BPE())
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = [
+        char for [(written, _)] in map(byte_level.pre_tokenizer.pre_tokenize_str, CHARACTERS) for char in written
+    ]
+    invalid = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {*spelled})[-8:]
+    texts = [*CHARACTERS, *WORDS, *(f"<0x{byte:02X}>" for byte in raw), *spelled, *invalid]
+    return {text: id for id, text in enumerate(dict.fromkeys(texts))}
+
+
+VOCABULARY = _vocabulary()
+BYTES = [id for text, id in VOCABULARY.items() if text.startswith("<0x")]
+_PATTERNS = st.sampled_from(["▁", "a", "aa", "aba", "ab", "</w>", " ", "  ", "☂"])
+_CONTENTS = st.sampled_from(["", " ", "a", "ab", "▁", "xyz"])
+_REPLACES = st.builds(decoders.Replace, _PATTERNS, _CONTENTS) | st.builds(
+    decoders.Replace, st.sampled_from(["a+", "^a", "a$", " (?=a)"]).map(Regex), _CONTENTS
+)
+# A strip of both sides panics where they meet.
+_STRIPS = st.sampled_from([(1, 0), (3, 0), (0, 1), (0, 0)]).flatmap(
+    lambda sides: st.builds(decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.just(sides[0]), st.just(sides[1]))
+)
+SIMPLE: Mapping[str, st.SearchStrategy[Any]] = {
+    "BPEDecoder": st.builds(decoders.BPEDecoder, st.sampled_from(["</w>", "a"])),
+    "ByteFallback": st.builds(decoders.ByteFallback),
+    "ByteLevel": st.builds(decoders.ByteLevel),
+    "CTC": st.builds(decoders.CTC, cleanup=st.booleans()),
+    "Fuse": st.builds(decoders.Fuse),
+    "Metaspace": st.builds(
+        decoders.Metaspace, prepend_scheme=st.sampled_from(["always", "never", "first"]), split=st.booleans()
+    ),
+    "Replace": _REPLACES,
+    "Strip": _STRIPS,
+    "WordPiece": st.builds(decoders.WordPiece, cleanup=st.booleans()),
+}
+"""Each kind of decoder by the name of its class."""
+_FALLBACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+FAMILIES: Mapping[str, Any] = {
+    "byte level, as GPT-2's, Llama 3's and Qwen's": decoders.ByteLevel(),
+    "byte fallback, as Llama 2's and TinyLlama's": decoders.Sequence(_FALLBACK),
+    "byte fallback that keeps spaces, as Gemma's": decoders.Sequence(_FALLBACK[:3]),
+    "metaspace, as T5's": decoders.Metaspace(prepend_scheme="first"),
+    "word pieces, as BERT's": decoders.WordPiece(),
+    "ends of words, as GPT's": decoders.BPEDecoder(),
+    "CTC, as Wav2Vec2's": decoders.CTC(),
+}
+"""Decoders of released models."""
+CHAINS = st.lists(st.one_of(*SIMPLE.values()), min_size=1, max_size=4).map(decoders.Sequence)
+# The rest of such a chain sees one text that grows.
+_TEXT_CHAINS = st.builds(
+    lambda change, rest: decoders.Sequence([decoders.Fuse(), change, *rest]),
+    _REPLACES | _STRIPS,
+    st.lists(st.one_of(*SIMPLE.values()), max_size=2),
+)
+DECODERS = st.one_of(
+    st.none(),
+    st.sampled_from([*FAMILIES.values()]),
+    *SIMPLE.values(),
+    CHAINS,
+    _TEXT_CHAINS,
+    _TEXT_CHAINS,
+    st.lists(CHAINS, max_size=2).map(decoders.Sequence),
+)
+
+
+def kinds() -> set[str]:
+    """The kinds of decoders that the package `tokenizers` has."""
+    classes = {name: own for name, own in vars(decoders).items() if isinstance(own, type)}
+    return {name for name, own in classes.items() if issubclass(own, decoders.Decoder) and own is not decoders.Decoder}
+
+
+def tokenizer_of(decoder: Any) -> Tokenizer:
+    """A tokenizer with this decoder. Its last two tokens were added: one is special, the other is not."""
+    made = Tokenizer(models.WordLevel(VOCABULARY, unk_token="a"))
+    made.add_tokens([AddedToken("<added>", normalized=False)])
+    made.add_special_tokens([AddedToken("</s>", special=True)])
+    if decoder is not None:
+        made.decoder = decoder
+    return made
+
+
+@attrs.frozen(eq=False)
+class Decoding:
+    """A tokenizer, a prompt, and the tokens that follow it.
+
+    Args:
+        hides: whether special tokens have no text.
+    """
+
+    tokenizer: Tokenizer = attrs.field(repr=lambda own: str(own.decoder))
+    prompt: list[int]
+    token_ids: list[int]
+    hides: bool
+
+    def decode(self, count: int | None = None) -> str:
+        """What the tokenizer says of the prompt and the first tokens, after its longest common beginning with what it
+        says of the prompt."""
+        before = str(self.tokenizer.decode(self.prompt, skip_special_tokens=self.hides))
+        ids = [*self.prompt, *self.token_ids[:count]]
+        whole = str(self.tokenizer.decode(ids, skip_special_tokens=self.hides))
+        place = 0
+        while place < min(len(before), len(whole)) and before[place] == whole[place]:
+            place += 1
+        return whole[place:]
+
+
+_COUNT = len(VOCABULARY)
+# One beyond the last added token exists in no tokenizer.
+TOKENS = st.one_of(st.integers(0, _COUNT + 2), st.sampled_from(BYTES))
+_PIECES = st.one_of(
+    st.text("ab ▁", min_size=1, max_size=8).map(lambda text: [VOCABULARY[char] for char in text]),
+    st.lists(TOKENS, min_size=1, max_size=6),
+    st.lists(st.sampled_from(BYTES), min_size=1, max_size=12),
+    st.tuples(TOKENS, st.integers(1, 20)).map(lambda own: [own[0]] * own[1]),
+    st.text(CHARACTERS, min_size=1, max_size=5).map(
+        lambda text: [VOCABULARY[f"<0x{byte:02X}>"] for byte in text.encode()]
+    ),
+)
+_LISTS = st.lists(_PIECES, max_size=5).map(lambda parts: [token for part in parts for token in part])
+
+
+def decodings(of: st.SearchStrategy[Any] = DECODERS) -> st.SearchStrategy[Decoding]:
+    """Tokens with drawn decoders: special tokens, tokens that do not exist, parts of characters, bytes that are none.
+
+    Args:
+        of: draws the decoder.
+    """
+    return st.builds(Decoding, of.map(tokenizer_of), _LISTS, _LISTS, st.booleans())
