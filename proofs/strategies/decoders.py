@@ -36,9 +36,8 @@ VOCABULARY = _vocabulary()
 BYTES = [id for text, id in VOCABULARY.items() if text.startswith("<0x")]
 _PATTERNS = st.sampled_from(["▁", "a", "aa", "aba", "ab", "</w>", " ", "  ", "☂"])
 _CONTENTS = st.sampled_from(["", " ", "a", "ab", "▁", "xyz"])
-_REPLACES = st.builds(decoders.Replace, _PATTERNS, _CONTENTS) | st.builds(
-    decoders.Replace, st.sampled_from(["a+", "^a", "a$", " (?=a)"]).map(Regex), _CONTENTS
-)
+_REGEXES = st.sampled_from(["a+", "^a", "a$", " (?=a)"]).map(Regex)
+_REPLACES = st.builds(decoders.Replace, _PATTERNS | _PATTERNS | _REGEXES, _CONTENTS)
 # A strip of both sides panics where they meet.
 _STRIPS = st.sampled_from([(1, 0), (3, 0), (0, 1), (0, 0)]).flatmap(
     lambda sides: st.builds(decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.just(sides[0]), st.just(sides[1]))
@@ -75,15 +74,15 @@ _TEXT_CHAINS = st.builds(
     _REPLACES | _STRIPS,
     st.lists(st.one_of(*SIMPLE.values()), max_size=2),
 )
-DECODERS = st.one_of(
-    st.none(),
-    st.sampled_from([*FAMILIES.values()]),
-    *SIMPLE.values(),
-    CHAINS,
-    _TEXT_CHAINS,
-    _TEXT_CHAINS,
-    st.lists(CHAINS, max_size=2).map(decoders.Sequence),
-)
+_SHAPES: Mapping[str, st.SearchStrategy[Any]] = {
+    "none": st.none(),
+    "released": st.sampled_from([*FAMILIES.values()]),
+    "simple": st.one_of(*SIMPLE.values()),
+    "chain": CHAINS | st.lists(CHAINS, max_size=2).map(decoders.Sequence),
+    "text": _TEXT_CHAINS,
+}
+# By shape first: `one_of` would draw each kind, of which most are simple, as often as all chains together.
+DECODERS = st.sampled_from(sorted(_SHAPES)).flatmap(_SHAPES.__getitem__)
 
 
 def kinds() -> set[str]:
@@ -139,7 +138,10 @@ _PIECES = st.one_of(
         lambda text: [VOCABULARY[f"<0x{byte:02X}>"] for byte in text.encode()]
     ),
 )
-_LISTS = st.lists(_PIECES, max_size=5).map(lambda parts: [token for part in parts for token in part])
+
+
+def _joined(parts: list[list[int]]) -> list[int]:
+    return [token for part in parts for token in part]
 
 
 def decodings(of: st.SearchStrategy[Any] = DECODERS) -> st.SearchStrategy[Decoding]:
@@ -148,4 +150,6 @@ def decodings(of: st.SearchStrategy[Any] = DECODERS) -> st.SearchStrategy[Decodi
     Args:
         of: draws the decoder.
     """
-    return st.builds(Decoding, of.map(tokenizer_of), _LISTS, _LISTS, st.booleans())
+    prompts = st.lists(_PIECES, max_size=3).map(_joined)
+    completions = st.lists(_PIECES, min_size=1, max_size=5).map(_joined)
+    return st.builds(Decoding, of.map(tokenizer_of), prompts, completions, st.booleans())

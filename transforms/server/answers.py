@@ -25,14 +25,12 @@ class Choice:
         track: the record of it; None before the first output.
         captured: what the stages captured, once it has ended.
         finish_reason: None: it goes on.
-        num_chars: of the tokens whose logprobs were written.
     """
 
     index: int
     prompt: Sequence[int]
     text: str = ""
     num_tokens: int = 0
-    num_chars: int = 0
     track: CompletionState | None = None
     captured: Mapping[str, Tensor] = attrs.field(factory=dict)
     finish_reason: str | None = None
@@ -77,6 +75,11 @@ class Part:
         return list(zip(track.token_ids[place], track.logprobs[place], top, strict=True))
 
     @property
+    def text_offsets(self) -> list[int]:
+        """For each token, where its text begins in the text of the choice; none where there is no text."""
+        return [] if self.choice.track is None else self.choice.track.text_offsets[self.start : self.stop]
+
+    @property
     def prompt_tokens(self) -> list[tuple[int, float | None, dict[int, float] | None]]:
         """The same for the tokens of the prompt, of which the first has none."""
         track = self.choice.track
@@ -109,22 +112,26 @@ class Writer:
         """A token as text, or as `token_id:N`."""
         return f"token_id:{token}" if as_id or self.vocabulary is None else self.vocabulary.text(token)
 
-    def text_logprobs(self, part: Part, wanted: int, as_ids: bool, with_prompt: bool) -> dict[str, Any]:
-        """The `logprobs` of a completion: parallel lists over the tokens.
+    def text_logprobs(
+        self, part: Part, wanted: int, as_ids: bool, with_prompt: bool, echoed: str = ""
+    ) -> dict[str, Any]:
+        """The `logprobs` of a completion: parallel lists over the tokens. `text_offset` is where the text of a token
+        begins in the text of the answer; two tokens that make one character begin where it does.
 
         Args:
             wanted: the number of likeliest tokens beside the chosen one.
             with_prompt: the prompt's tokens come first.
+            echoed: the text of the prompt, with which the text of the answer begins.
         """
         prompt = part.prompt_tokens if with_prompt else []
         tokens = [*prompt, *part.tokens]
         names = [self.token(token, as_ids) for token, *_ in tokens]
-        if with_prompt or not part.start:
-            part.choice.num_chars = 0
         offsets = list[int]()
-        for name in names:
-            offsets.append(part.choice.num_chars)
-            part.choice.num_chars += len(name)
+        if prompt and self.vocabulary is not None:
+            ids = [token for token, *_ in prompt]
+            offsets += [min(offset, len(echoed)) for offset in self.vocabulary.text_offsets(ids)]
+        offsets += [len(echoed) + offset for offset in part.text_offsets]
+        offsets += [0] * (len(tokens) - len(offsets))  # where there is no text
         top = [None if own is None else self._top(token, logprob, own, as_ids) for token, logprob, own in tokens]
         return {
             "tokens": names,

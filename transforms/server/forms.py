@@ -114,11 +114,13 @@ class TextForm(Form):
     def choice(self, part: Part, is_first: bool = True) -> dict[str, Any]:
         """The choice, or what is new of it."""
         body, place, logprobs = self.body, part.choice.index, None
-        before = self.echoed[place // body.n] if is_first else ""
+        echoed = self.echoed[place // body.n]
         if body.logprobs is not None:
             shown = is_first and body.echo
-            logprobs = self.writer.text_logprobs(part, body.logprobs, body.return_tokens_as_token_ids, shown)
-        written = {"index": place, "text": before + part.text, "logprobs": logprobs}
+            as_ids = body.return_tokens_as_token_ids
+            logprobs = self.writer.text_logprobs(part, body.logprobs, as_ids, shown, echoed)
+        text = echoed + part.text if is_first else part.text
+        written = {"index": place, "text": text, "logprobs": logprobs}
         written |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         if body.prompt_logprobs is not None and is_first:
             written["prompt_logprobs"] = self.writer.prompt_logprobs(part)

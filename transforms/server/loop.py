@@ -19,8 +19,9 @@ Delta = tuple[str, int, list[int], str | None, str | None, dict[str, Any]]
 """What is new of a completion: its request's name, its index, tokens, text, reason of its end, and more by name. A step
 makes one for each row, so they are tuples: pickled in a fifth of the time of objects."""
 
-PER_TOKEN = ("logprobs", "top_logprobs")
-"""Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for logprobs."""
+PER_TOKEN = ("logprobs", "top_logprobs", "text_offsets")
+"""Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for logprobs. There are text
+offsets of a completion whose text the engine makes."""
 PER_PROMPT = ("prompt_logprobs", "prompt_top_logprobs", "prompt_ranks")
 """Its lists about the prompt, which travel with the first token."""
 

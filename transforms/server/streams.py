@@ -54,7 +54,8 @@ class Progress:
     ) -> None:
         own, tokenizer = request.sampling, None if request.sampling.detokenize else tokenizer
         own = own if tokenizer is None else attrs.evolve(own, detokenize=True)
-        asked = Request(request.name, tuple(request.prompt), request.max_tokens, own)
+        # The engine refuses an empty prompt in its own words.
+        asked = Request(request.name, tuple(request.prompt) or (0,), request.max_tokens, own)
         self.state = CompletionState(asked, tokenizer, special_ids)
         self.captured: dict[str, Tensor] = {}
         self._place, self._index = place, index

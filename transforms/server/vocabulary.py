@@ -2,18 +2,13 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 from tokenizers import Tokenizer
 
-
-@functools.cache
-def _byte_of() -> dict[str, int]:
-    """The bytes by the characters that stand for them in byte-level BPE (GPT-2, Radford et al. 2019)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+from weft.transforms.engine.detokenizing import byte_of, special_ids, text_between, text_offsets
 
 
 def _parts(part: Any) -> list[dict[str, Any]]:
@@ -76,7 +71,7 @@ class Vocabulary:
         dropped = any("Removed" in own.values() for own in _parts(file.get("pre_tokenizer")))
         dropped |= any(own.get("lstrip") or own.get("rstrip") for own in file.get("added_tokens", ()))
         if self.kind == "byte_level":
-            knows_all = all(self.tokenizer.token_to_id(char) is not None for char in _byte_of())
+            knows_all = all(self.tokenizer.token_to_id(char) is not None for char in byte_of())
         else:
             knows_all = self.kind == "byte_fallback" and bool(model.get("byte_fallback"))
         spaces = _types(file.get("pre_tokenizer")) & {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
@@ -85,10 +80,15 @@ class Vocabulary:
         return joined * max(len(self.written(token)) for token in range(self.size))
 
     def text(self, token: int) -> str:
-        """The token as text, with U+FFFD for bytes that are no character by themselves."""
+        """The token as text, as it is between others: with its space, and with U+FFFD for bytes that are no character
+        by themselves."""
         if token not in self._texts:
-            self._texts[token] = str(self.tokenizer.decode([token], skip_special_tokens=False))
+            self._texts[token] = text_between(self.tokenizer, token)
         return self._texts[token]
+
+    def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """For each of these tokens, where its text begins in the text of all, which shows no special tokens."""
+        return text_offsets(self.tokenizer, token_ids, special_ids(self.tokenizer))
 
     def written(self, token: int) -> str:
         """The token as the tokenizer's file writes it; empty for one that it does not have."""
@@ -96,7 +96,7 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> list[int]:
         """The token's bytes."""
-        written, table = self.written(token), _byte_of()
+        written, table = self.written(token), byte_of()
         if self.kind == "byte_level" and all(char in table for char in written):
             return [table[char] for char in written]
         if self.kind == "byte_fallback" and len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
