@@ -104,6 +104,7 @@ def __getattr__(name: str) -> Any:
         if error.name not in {"hypothesis", "pytest"}:
             raise
         from weft.errors import MissingPackageError
+        from weft.extras import install_command
 
-        instead = f"pip install {'pytest' if error.name == 'pytest' else repr('weft[proofs]')}"
+        instead = "pip install pytest" if error.name == "pytest" else install_command("proofs")
         raise MissingPackageError(f"weft.proofs.{name}", f"no {error.name} here", instead) from error

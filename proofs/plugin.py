@@ -29,6 +29,8 @@ from typing import Any
 
 import pytest
 
+from weft.extras import install_command
+
 PROFILES = ("ci", "gpu", "explore")
 VARIABLE = "WEFT_HYPOTHESIS_PROFILE"
 
@@ -60,7 +62,7 @@ def load_profile(name: str) -> None:
     try:
         from hypothesis import HealthCheck, settings
     except ImportError:
-        raise pytest.UsageError(f"weft's profile {name!r} needs Hypothesis: pip install 'weft[proofs]'") from None
+        raise pytest.UsageError(f"weft's profile {name!r} needs Hypothesis: {install_command('proofs')}") from None
     # How long an example takes depends on what else the machine does, and must not decide.
     patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     repeatable = patient | {"derandomize": True, "database": None, "print_blob": True}

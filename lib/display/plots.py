@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from weft.errors import MissingPackageError
+from weft.extras import install_command
 
 GREY = "#808080"
 _FAR = 8.0
@@ -21,7 +22,7 @@ def pyplot(call: str) -> Any:
     try:
         return import_module("matplotlib.pyplot")
     except ImportError as error:
-        raise MissingPackageError(call, f"no matplotlib here ({error})", "pip install 'weft[notebook]'") from error
+        raise MissingPackageError(call, f"no matplotlib here ({error})", install_command("notebook")) from error
 
 
 def new_axes(call: str, width: float, height: float, **options: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, library
 
 from weft.errors import DerivativeError, DeviceError
+from weft.extras import install_command
 from weft.settings import ANYWHERE, is_batch_invariant
 from weft.torchapi.cpu_sums import in_fixed_order
 from weft.torchapi.private import (
@@ -337,4 +338,4 @@ def triton_version() -> str | None:
 
 def no_triton(call: str) -> DeviceError:
     """The error of `call` on a CUDA device without triton."""
-    return DeviceError(call, "triton cannot be imported, and CUDA has no other kernel", "pip install 'weft[cuda]'")
+    return DeviceError(call, "triton cannot be imported, and CUDA has no other kernel", install_command("cuda"))

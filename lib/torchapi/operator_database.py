@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.errors import MissingPackageError
+from weft.extras import install_command
 
 
 def operator_database() -> tuple[Any, ...]:
@@ -18,7 +19,7 @@ def operator_database() -> tuple[Any, ...]:
         database: Any = importlib.import_module("torch.testing._internal.common_methods_invocations")
     except ModuleNotFoundError as error:
         seen = f"no {error.name} here, which torch's operator database imports"
-        raise MissingPackageError("weft.proofs.opinfo", seen, "pip install 'weft[proofs]'") from error
+        raise MissingPackageError("weft.proofs.opinfo", seen, install_command("proofs")) from error
     database.wrapper_set_seed = _call
     return tuple(database.op_db)
 

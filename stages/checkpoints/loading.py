@@ -54,7 +54,7 @@ def load(
     reduction_leaves: int = 1,
 ) -> Model:
     """Load a checkpoint: a folder as Hugging Face writes it, with config.json, *.safetensors, and tokenizer.json if
-    there is one; or a .gguf (`pip install 'weft[gguf]'`).
+    there is one; or a .gguf, for which the package `gguf` must be installed.
 
     Args:
         path: the folder, or the file; a folder of one .gguf and no config.json stands for that file. If there is no

@@ -21,6 +21,7 @@ import weft.ops.products.linear
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import CheckError
+from weft.extras import install_command
 from weft.proofs.checks.check import check
 from weft.proofs.checks.equivalence import Counterexample
 from weft.proofs.checks.fresh import FreshProcesses
@@ -412,7 +413,7 @@ def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=True)
     assert re.search(r"a graph of it is it, bitwise +holds", done.stdout)
     assert done.stdout.endswith(
-        "MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead: pip install 'weft[proofs]'\n"
+        f"MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead: {install_command('proofs')}\n"
     )
 
 

@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -114,16 +113,11 @@ def test_a_text_that_came_in_pieces_is_one() -> None:
 
 
 def requirements(names: list[str]) -> set[str]:
-    """The distributions that these requirements of weft install, with their own requirements."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    """The distributions that these requirements install, with their own requirements."""
     found: set[str] = set()
     while names:
         requirement = Requirement(names.pop())
         name = canonical(requirement.name)
-        if name == "weft":
-            for extra in requirement.extras:
-                names += project["optional-dependencies"][extra]
-            continue
         extras = ["", *requirement.extras]
         if name in found or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
             continue
@@ -170,7 +164,7 @@ import weft
 @pytest.mark.slow
 def test_the_extra_brings_what_they_import() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    brought = requirements([*project["dependencies"], "weft[notebook]"])
+    brought = requirements([*project["dependencies"], *project["optional-dependencies"]["notebook"]])
     assert {"torch", "matplotlib"} <= brought
     assert "pytest" not in brought
     known = metadata.packages_distributions().items()

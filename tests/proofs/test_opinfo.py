@@ -13,6 +13,7 @@ from refusal import refused
 
 import weft.proofs
 from weft.errors import DeviceError, MissingPackageError
+from weft.extras import install_command
 from weft.proofs.opinfo import outcome
 from weft.proofs.opinfo.__main__ import settings_of
 from weft.proofs.opinfo.cases import DTYPES, TRANSFORMS, Case, cases, copies, full_name
@@ -284,5 +285,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("weft.torchapi.operator_database.importlib.import_module", missing)
     seen = "no expecttest here, which torch's operator database imports"
-    with refused(MissingPackageError, "weft.proofs.opinfo", seen, "pip install 'weft[proofs]'"):
+    with refused(MissingPackageError, "weft.proofs.opinfo", seen, install_command("proofs")):
         operator_database()

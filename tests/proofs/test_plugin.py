@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.extras import install_command
+
 ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytester"]
 
@@ -164,7 +166,7 @@ def test_without_hypothesis(pytester: pytest.Pytester, monkeypatch: pytest.Monke
     options = ("-p", "no:hypothesispytest")
     run(pytester, *options).assert_outcomes(passed=1)
     done = run(pytester, *options, "--weft-profile=ci")
-    done.stderr.fnmatch_lines(["*weft's profile 'ci' needs Hypothesis: pip install 'weft[[]proofs[]]'"])
+    done.stderr.fnmatch_lines([f"*weft's profile 'ci' needs Hypothesis: {install_command('proofs')}"])
 
 
 def test_what_needs_a_gpu(pytester: pytest.Pytester) -> None:

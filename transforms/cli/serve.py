@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.display.quantities import counted
+from weft.extras import install_command
 from weft.stages.adapters.adapter import load_adapter
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
@@ -34,7 +35,7 @@ def run(options: Serve) -> int:
     try:
         importlib.import_module("weft.transforms.server.app")  # an error here comes before the model is loaded
     except ImportError as error:
-        options.refuse("", f"{error}", "pip install 'weft[serve]'")
+        options.refuse("", f"{error}", install_command("serve"))
     asked, limit = options.max_model_len, read_config(options).max_position_embeddings
     if asked is not None and asked > limit:
         flag = "--max-model-len"

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from weft import __version__
+from weft.extras import install_command
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.checkpoints.tokenizer import LONG_TEXT, token_ids
 from weft.transforms.server.answers import Part, Writer
@@ -246,7 +247,7 @@ class Server:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_grammar, form)
         except ImportError as error:
-            seen = f"this server has no grammars: {error}; pip install 'weft[serve]'"
+            seen = f"this server has no grammars: {error}; {install_command('serve')}"
             raise Refusal(501, seen, param="response_format", code="no_grammars") from error
         finally:
             self._num_compiling -= 1

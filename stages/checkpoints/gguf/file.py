@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from weft.errors import CheckpointError, CheckpointNotFoundError, WeftError
+from weft.extras import install_command
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -79,7 +80,7 @@ def gguf_module(name: str, call: str = "") -> Any:
     try:
         return importlib.import_module(f"gguf.{name}")
     except ImportError as error:
-        raise CheckpointError(call, f"a GGUF file, and {error}", "pip install 'weft[gguf]'") from error
+        raise CheckpointError(call, f"a GGUF file, and {error}", install_command("gguf")) from error
 
 
 def kind_name(kind: int) -> str:

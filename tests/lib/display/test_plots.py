@@ -17,6 +17,7 @@ from weft.descriptor import BatchDescriptor as B
 from weft.display.plots import GREY
 from weft.effects import Run
 from weft.errors import MissingPackageError
+from weft.extras import install_command
 from weft.transforms import Costs, Limits, compare, dispatch_table, graphify, make_ladder, simulate, streaming
 
 mpl.use("agg")
@@ -145,7 +146,8 @@ def test_without_matplotlib_it_says_what_to_install(plot: str, monkeypatch: pyte
         PLOTS[plot]()
     assert isinstance(error.value, ImportError)
     assert ".plot()" in error.value.call
-    assert error.value.instead == "pip install 'weft[notebook]'"
+    assert error.value.instead == install_command("notebook")
+    assert "'matplotlib>=3.8'" in error.value.instead
 
 
 def test_a_picture_in_a_notebook_needs_nothing_optional() -> None:

@@ -163,7 +163,7 @@ print(backends("cuda")[0].implementation, "|", backends("cuda")[0].reason, "|", 
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.startswith("missing | triton cannot be imported")
-    assert shown.count("pip install 'weft[cuda]'") == 2
+    assert shown.count("pip install 'triton>=3.6'") == 2
 
 
 def test_the_table_says_what_runs_where_and_why() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
+pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from theirs import CLASSES

@@ -16,7 +16,7 @@ from weft.stages import split_layers
 from weft.stages.attention.rope import inverse_frequencies
 from weft.stages.checkpoints.formats import load_config, load_params
 
-pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
+pytest.importorskip("gguf")
 
 import gguf
 from gguf_files import (

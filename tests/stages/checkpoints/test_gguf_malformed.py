@@ -15,7 +15,7 @@ import weft
 from weft.errors import CheckpointError, ConfigError
 from weft.stages.checkpoints.gguf.file import GgufFile, open_gguf
 
-pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
+pytest.importorskip("gguf")
 
 import gguf
 from gguf_files import metadata_of, quantized, scrambled, stored_tensors, write_file, write_model

@@ -17,7 +17,7 @@ from weft.errors import ConfigError, ConfigWarning, RequestError
 from weft.stages.checkpoints.gguf.file import open_gguf
 from weft.stages.checkpoints.gguf.tokenizer import tokenizer_of
 
-pytest.importorskip("gguf", reason="pip install 'weft[gguf]'")
+pytest.importorskip("gguf")
 
 from gguf import GGMLQuantizationType
 from gguf_files import quantized, scrambled, write_file, write_model

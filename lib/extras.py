@@ -1,0 +1,39 @@
+"""The packages that weft imports only where they are installed, and the command that installs them.
+
+The command names these packages, and not weft with an extra. The package index has no weft of ours: who asks it for
+that name gets the project of somebody else, and a name that nobody has registered can be anybody's tomorrow.
+"""
+
+import sys
+
+EXTRAS = {
+    "cuda": ("triton>=3.6",),
+    "serve": (
+        "starlette>=0.40",
+        "uvicorn>=0.30",
+        "httptools>=0.6.3",
+        *(() if sys.platform == "win32" else ("uvloop>=0.19",)),
+        "pydantic>=2.7",
+        "prometheus-client>=0.20",
+        "xgrammar>=0.1.24",
+    ),
+    "gguf": ("gguf>=0.18",),
+    "proofs": ("hypothesis>=6.131", "z3-solver>=4.13", "expecttest>=0.2"),
+    "notebook": (
+        "hypothesis>=6.131",
+        "matplotlib>=3.8",
+        "nbclient>=0.10",
+        "ipykernel>=6.29",
+        "ipywidgets>=8",
+    ),
+}
+"""The requirements of each extra of `pyproject.toml` whose absence an error reports."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra.
+
+    >>> install_command("gguf")
+    "pip install 'gguf>=0.18'"
+    """
+    return " ".join(("pip install", *(f"'{requirement}'" for requirement in EXTRAS[extra])))
