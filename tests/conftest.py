@@ -4,7 +4,7 @@
 process test of each kind. `pytest --all` takes a quarter of an hour: more examples, a search for one mutant of each
 law, and the tests marked `slow`. `pytest --nightly` adds what is marked `nightly`: more examples still, a search for
 every mutant, the long proofs by z3, and cases over processes whose class another case in `--all` has; `.ci/nightly`
-runs it.
+runs it. `--rest` with either of them leaves out what a short run has in the same way: `.ci/run` makes that one first.
 """
 
 import gc
@@ -27,9 +27,10 @@ FEW_EXAMPLES = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all` and `--nightly`."""
+    """`--all`, `--nightly` and `--rest`."""
     parser.addoption("--all", action="store_true", help="also run slow tests, and all examples of drawn ones")
     parser.addoption("--nightly", action="store_true", help="as --all, and the long proofs too")
+    parser.addoption("--rest", action="store_true", help="leave out what a run without --all has in the same way")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,8 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items
         if (item.get_closest_marker("slow") and not everything) or (item.get_closest_marker("nightly") and not nightly)
     ]
+    beyond = set(_beyond_every_nth(items))
     if not everything:
-        left_out += _beyond_every_nth(items)
+        left_out += beyond
+    elif config.getoption("rest"):
+        left_out += [item for item in items if item not in beyond and _is_alike_in_a_short_run(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
@@ -84,9 +88,24 @@ def _beyond_every_nth(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             seen[test] += 1
 
 
+def _is_alike_in_a_short_run(item: pytest.Item) -> bool:
+    """Whether a short run does the same in this test, for those of its parameters that it takes."""
+    marked = any(item.get_closest_marker(name) for name in ("slow", "nightly"))
+    asks = {"runs_all", "runs_nightly", "pytestconfig", "request"}.intersection(getattr(item, "fixturenames", ()))
+    return not (marked or asks or _is_drawn(item))
+
+
 def runs_everything(config: pytest.Config) -> bool:
     """Whether the run is not a short one."""
     return bool(config.getoption("all") or config.getoption("nightly"))
+
+
+def _is_drawn(item: pytest.Item) -> bool:
+    """Whether Hypothesis draws the test's examples."""
+    from hypothesis import is_hypothesis_test, settings
+
+    machine = getattr(item, "cls", None)
+    return is_hypothesis_test(getattr(item, "obj", None)) or isinstance(getattr(machine, "settings", None), settings)
 
 
 def _draw_few(item: pytest.Item) -> None:
