@@ -453,7 +453,7 @@ LAYERS: dict[str, Layer] = {
         _repeated(_STEPS),
         uses=("while_loop",),
         kind="loop",
-        refused_in=(frozenset({"graph", "func"}),),  # nothing repeats there without a bound
+        refused_in=(frozenset({"graph", "func"}), frozenset({"shard"})),  # nothing repeats there without a bound
     ),
     "while_loop, max_steps": Layer(_counting_loop(_STEPS + 2), _repeated(_STEPS), uses=("while_loop",), kind="loop"),
     "while_loop, reading by its counter": Layer(_indexing_loop, _indexed, uses=("while_loop",), kind="loop"),
@@ -486,7 +486,12 @@ LAYERS: dict[str, Layer] = {
     ),
     "copy": Layer(lambda f: copy.copy(f), keeps_draws=True),
     "deepcopy": Layer(lambda f: copy.deepcopy(f), keeps_draws=True),
-    "a thread": Layer(_in_a_thread, _in_a_thread, keeps_draws=True),
+    "a thread": Layer(
+        _in_a_thread,
+        _in_a_thread,
+        keeps_draws=True,
+        refused_in=(frozenset({"shard"}),),  # another thread's operators are not in its trace
+    ),
     "torch.compile": Layer(
         _compiled, _same, _compiled, slow=True, kind="compile", refused_in=(frozenset({"graph"}), frozenset({"shard"}))
     ),
