@@ -258,6 +258,10 @@ def _looped(data: st.DataObject, device: str) -> None:
     laws.loops_are_python_loops(data.draw(strategies.loops()), device)
 
 
+def _bodies_looped(data: st.DataObject, device: str) -> None:
+    laws.loop_bodies_are_pythons(data.draw(strategies.loop_bodies()), device)
+
+
 def _on_tensor_programs(data: st.DataObject, device: str) -> None:
     laws.graph_is_eager_on_tensor_programs(data.draw(strategies.tensor_programs(device)), device)
 
@@ -314,6 +318,7 @@ LAWS = (
     Law("L1", "graph is eager, on functions under a ladder", _padded_functions),
     Law("L1", "graph is eager, on calls that differ in one thing", _on_call_sequences),
     Law("L1", "loops are Python's", _looped),
+    Law("L1", "loops are Python's, on drawn bodies", _bodies_looped),
     Law("L1", "graph is eager, on images under a ladder", _on_images(laws.graph_is_eager_on_images)),
     Law("L2", "padding is inert", _with_ladder(laws.padding_is_inert)),
     Law("L2", "padding is inert, between stages", _with_ladder(laws.stage_padding_is_inert, min_layers=2)),

@@ -104,6 +104,11 @@ def overload_of(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
+def all_schemas() -> list[Any]:
+    """The schemas of all operators that torch has."""
+    return list(torch._C._jit_get_all_schemas())
+
+
 def schema_of(operator: Any) -> Any:
     """The schema of an operator's overload, which says what it writes; None for anything else."""
     return operator._schema if isinstance(operator, OpOverload) else None

@@ -32,6 +32,7 @@ from weft.proofs.laws.graph import (
     graph_is_eager_on_images,
     graph_is_eager_on_padded_functions,
 )
+from weft.proofs.laws.loop_bodies import loop_bodies_are_pythons
 from weft.proofs.laws.loops import loops_are_python_loops
 from weft.proofs.laws.memory import dropped_graphs_are_not_in_use, memory_is_estimated
 from weft.proofs.laws.ownership import (
@@ -103,6 +104,7 @@ __all__ = [
     "hazards_are_right_or_refused",
     "hosts_agree",
     "image_padding_is_inert",
+    "loop_bodies_are_pythons",
     "loops_are_python_loops",
     "memory_is_estimated",
     "microbatches_are_one",

@@ -1,16 +1,23 @@
 """Planted bugs of `while_loop`."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
+from weft.torchapi.private import storage_id
+from weft.transforms.graphs.backends.constants import Constants, _Step
+from weft.transforms.graphs.backends.randomness import Randomness, may_draw
 from weft.transforms.graphs.backends.tape import Loop, _run_all
 from weft.transforms.graphs.while_loop import _Loop
 
 _WHILE = "weft.transforms.graphs.while_loop"
+_INDEXING = "weft.transforms.graphs.backends.indexing"
 _record = _Loop.record
 
 
@@ -36,12 +43,59 @@ def _one_after_the_other(buffers: Sequence[Any], made: Sequence[Any]) -> None:
         buffer.copy_(value)
 
 
+def _begin_with_constants(self: Constants, _: Iterable[int]) -> None:
+    self._steps.append(_Step(set()))
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    return storage_id(a) == storage_id(b) and (a.shape, a.stride()) == (b.shape, b.stride())
+
+
+def _call_unwatched(_: _Loop, function: Callable[[Any], Any], *args: Any, **__: Any) -> Any:
+    return function(args[-1])
+
+
+def _draws_by_its_tags(self: Randomness, func: Any) -> None:
+    if self.repeats and may_draw(func):
+        raise self.refuse(f"{func} draws random numbers", "draw them before the loop")
+
+
+def _along_from_the_start(_: Tensor, parts: list[Any], place: int) -> tuple[Any, ...]:
+    dims = sum(part is not None for part in parts[:place])
+    return (*[slice(None)] * dims, parts[place][None])
+
+
 _PYTHONS = find("L1", "loops are Python's")
+_BODIES = find("L1", "loops are Python's, on drawn bodies")
 
 LOOPS = (
     Mutant("a loop runs one step", _PYTHONS, partial(mock.patch.object, Loop, "run", _once)),
     Mutant("a loop runs a step whatever holds", _PYTHONS, partial(mock.patch.object, Loop, "run", _at_least_once)),
     Mutant("a graph ignores max_steps", _PYTHONS, partial(mock.patch.object, _Loop, "record", _unbounded)),
     Mutant("a carry is overwritten before it is read", _PYTHONS, replace(_WHILE, "_write", _one_after_the_other)),
+    Mutant(
+        "a loop's counter is a constant",
+        _BODIES,
+        partial(mock.patch.object, Constants, "begin_step", _begin_with_constants),
+    ),
+    Mutant("a conjugate carry is the carry", _BODIES, replace(_WHILE, "_is_same", _is_same_memory)),
+    Mutant("a body may write its carry", _BODIES, partial(mock.patch.object, _Loop, "_call", _call_unwatched)),
+    Mutant(
+        "a result is what the loop starts from",
+        _BODIES,
+        partial(mock.patch.object, _Loop, "_owned", lambda _, carry, taken: carry),
+    ),
+    Mutant(
+        "a loop on a rank is recorded in the capture around it",
+        _BODIES,
+        replace("weft.transforms.shards.tracing", "looping", lambda _: contextlib.nullcontext()),
+    ),
+    Mutant("a row that ends goes on", _BODIES, replace(_WHILE, "safe_next", lambda live, x, last: x)),
+    Mutant("an index counts no dimensions for ...", _BODIES, replace(_INDEXING, "_along", _along_from_the_start)),
+    Mutant(
+        "what may draw counts as a draw",
+        _BODIES,
+        partial(mock.patch.object, Randomness, "after_operator", _draws_by_its_tags),
+    ),
 )
 """The bugs of `while_loop` and of its replay on a tape."""

@@ -16,6 +16,7 @@
 | `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()` have faults |
 | `woven_programs()` | programs that run several stages on each rank in any order, and an edit of them |
 | `loops()` | a loop on integers for `weft.while_loop`, and what it gives |
+| `loop_bodies()` | a loop of torch's operators, which indexes and reads by its counter |
 | `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
 | `compositions()` | a nest of weft's and torch's transforms around a random function, and how it is called |
 | `bodies()` | the functions inside such nests |
@@ -63,7 +64,7 @@ from weft.proofs.strategies.images import (
     resolution_ladders,
     resolutions,
 )
-from weft.proofs.strategies.loops import Loop, loops
+from weft.proofs.strategies.loops import Loop, LoopBody, loop_bodies, loops
 from weft.proofs.strategies.models import ARCHITECTURES, ROPES, Move, Scenario, configs, scenarios
 from weft.proofs.strategies.programs import (
     EDITS,
@@ -111,6 +112,7 @@ __all__ = [
     "Image",
     "ImageScenario",
     "Loop",
+    "LoopBody",
     "Mapping",
     "Move",
     "RankFunction",
@@ -137,6 +139,7 @@ __all__ = [
     "job_lists",
     "ladders",
     "limits",
+    "loop_bodies",
     "loops",
     "mappings",
     "meshes",

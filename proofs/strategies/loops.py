@@ -1,13 +1,23 @@
-"""Loops on integers for `while_loop`, with the values that Python's own integers give."""
+"""Loops for `while_loop`: on integers, with the values that Python's own integers give; and with drawn bodies, which
+apply torch's operators, index by the loop's counter and read it, for a comparison with the Python loop."""
 
-from collections.abc import Sequence
+import functools
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
+import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
-STEPS = 6
+from weft.torchapi.private import all_schemas, overload_of
+from weft.transforms.graphs.backends.host_reads import READS
+
+STEPS = 12
 """The most steps of a drawn loop."""
 
 
@@ -68,4 +78,289 @@ def loops(draw: st.DrawFn) -> Loop:
 
     starts = draw(st.lists(numbers(-5, 5), min_size=2, max_size=3))
     order, amounts, bound = draw(numbers(0, count - 1)), draw(numbers(-3, 3)), draw(st.integers(-100, 100))
-    return Loop(order, amounts, bound, draw(st.sampled_from((None, 1, 2, 5))), tuple(starts), draw(st.booleans()))
+    return Loop(order, amounts, bound, draw(st.none() | st.integers(1, STEPS + 3)), tuple(starts), draw(st.booleans()))
+
+
+# Bodies
+
+
+@torch.library.custom_op("weft_proofs::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    """An operator of others, which draws nothing, and of which torch knows nothing."""
+    return x / 2
+
+
+@torch.library.custom_op("weft_proofs::shaken", mutates_args=())
+def shaken(x: Tensor) -> Tensor:
+    """An operator of others that draws random numbers, and has no tag that says so."""
+    return x + torch.rand(x.shape, dtype=torch.float64)
+
+
+halved.register_fake(torch.empty_like)
+shaken.register_fake(torch.empty_like)
+
+
+@attrs.frozen
+class Operator:
+    """An operator of torch that makes a tensor of the shape and dtype of its one argument.
+
+    Args:
+        name: of its overload, such as `aten::t`.
+        writes: whether it writes its argument.
+        draws: whether it may draw random numbers.
+        is_view: whether its result is a view of its argument.
+    """
+
+    name: str
+    writes: bool
+    draws: bool
+    is_view: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = overload_of(self.name)(x)
+        return result
+
+
+@functools.cache
+def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
+    """The operators that torch has in public, by its schemas and a trial: views, such as `mT` and `conj`, operators in
+    place, such as `abs_`, and those that draw are among them."""
+    found = dict[str, Operator]()
+    example = torch.tensor([[0.25, 0.5], [0.75, 1.0]], dtype=dtype)
+    for schema in all_schemas():
+        first, *others = schema.arguments or [None]
+        is_public = schema.name.startswith("aten::") and not schema.name.startswith("aten::_")
+        if not is_public or first is None or len(schema.returns) != 1:
+            continue
+        is_unary = all(x.has_default_value() for x in others)
+        if not is_unary or {str(first.type), str(schema.returns[0].type)} != {"Tensor"}:
+            continue
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                func = overload_of(name)
+                result = func(example.clone())
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError, IndexError, ValueError):
+            continue  # it takes no such tensor, or is no operator of this build
+        is_alike = (result.shape, result.dtype, result.layout) == (example.shape, example.dtype, example.layout)
+        if is_alike and name != "aten::empty_like":  # whose values are those of other tensors that are gone
+            alias = first.alias_info
+            found[name] = Operator(
+                name=name,
+                writes=alias is not None and alias.is_write,
+                draws=torch.Tag.nondeterministic_seeded in func.tags,
+                is_view=alias is not None and not alias.is_write,
+            )
+    return tuple(sorted(found.values(), key=lambda operator: operator.name))
+
+
+@attrs.frozen
+class Apply:
+    """`x = operator(x)`."""
+
+    operator: Operator
+
+
+@attrs.frozen
+class Custom:
+    """`x = operator(x)`, by the name of an operator of others."""
+
+    name: str
+
+
+@attrs.frozen
+class Attend:
+    """`x` attends to itself."""
+
+    dropout_p: float
+
+
+@attrs.frozen
+class Copy:
+    """`x` is what another slot of the carry was before the step."""
+
+    source: int
+
+
+@attrs.frozen
+class Index:
+    """`x` is increased by elements of a table, whose index has the counter in it."""
+
+    index: tuple[Any, ...]
+
+
+@attrs.frozen
+class Put:
+    """A copy of `x`, of which elements are written, or increased, at an index with the counter in it."""
+
+    index: tuple[Any, ...]
+    adds: bool
+
+
+@attrs.frozen
+class Peek:
+    """`x` is increased by the counter, read on the host by a method of it."""
+
+    method: str
+
+
+Instruction = Apply | Custom | Attend | Copy | Index | Put | Peek
+Carry = tuple[tuple[Tensor, ...], Tensor]
+"""Slots of [n, n], and the counter, [] int64."""
+
+
+def _perform(instruction: Instruction, x: Tensor, table: Tensor, carry: Carry) -> Tensor:
+    slots, counter = carry
+    match instruction:
+        case Apply(operator):
+            return operator(x)
+        case Custom(name):
+            result: Tensor = overload_of(name)(x)
+            return result
+        case Attend(dropout_p):
+            heads = x.real[None, None]
+            attended = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout_p)
+            return attended[0, 0].to(x.dtype)
+        case Copy(source):
+            return slots[source % len(slots)]
+        case Index(index):
+            return x + table[_at(index, counter)].sum()
+        case Put(index, adds):
+            x = x.clone()
+            place = _at(index, counter % len(x))
+            if adds:
+                x[place] += 2
+            else:
+                x[place] = counter.to(x.dtype)
+            return x
+        case Peek(method):
+            return x + _read(counter, method)
+
+
+def _read(counter: Tensor, method: str) -> float:
+    arguments = [""] if method == "__format__" else []
+    value: Any = getattr(counter, method)(*arguments)
+    if isinstance(value, str):
+        return int("".join(re.findall("[0-9]", value)))
+    if method == "__dlpack__":
+        value = torch.utils.dlpack.from_dlpack(value).item()
+    return float(np.asarray(value).real)
+
+
+def _at(parts: Sequence[Any], counter: Tensor) -> tuple[Any, ...]:
+    return tuple(counter if part == "counter" else part for part in parts)
+
+
+WAYS = ("in calls", "on ranks", "in rows", "in derivatives")
+"""The ways to run a loop, each eagerly and in a graph."""
+
+
+@attrs.frozen
+class LoopBody:
+    """A loop that counts to a bound. Each of its instructions changes one slot of its carry.
+
+    Args:
+        size: n, of slots [n, n].
+        dtype: of the slots.
+        num_slots: their number.
+        instructions: each with the index of its slot.
+        bounds: of the counter in each call, for one graph.
+        max_steps: as `while_loop` takes it.
+        way: one of `WAYS`.
+    """
+
+    size: int
+    dtype: torch.dtype
+    num_slots: int
+    instructions: tuple[tuple[int, Instruction], ...]
+    bounds: tuple[int, ...]
+    max_steps: int | None
+    way: str
+
+    @property
+    def table(self) -> Tensor:
+        """A table for indices by the counter."""
+        values = torch.arange((STEPS + 1) ** 2, dtype=torch.float64).view(STEPS + 1, STEPS + 1)
+        return values.to(self.dtype) / 8
+
+    def start(self, device: str) -> tuple[Tensor, ...]:
+        """The first slots."""
+        count = self.size**2
+        values = torch.arange(1, count + 1, dtype=torch.float64, device=device).view(self.size, self.size)
+        turned = values.to(self.dtype) * 1j if self.dtype.is_complex else values.to(self.dtype)
+        return tuple((turned + slot) / (count + self.num_slots) for slot in range(self.num_slots))
+
+    def body(self, carry: Carry) -> Carry:
+        """One step."""
+        slots = list(carry[0])
+        for slot, instruction in self.instructions:
+            slots[slot % self.num_slots] = _perform(instruction, slots[slot % self.num_slots], self.table, carry)
+        return tuple(slots), carry[1] + 1
+
+    def _has(self, kinds: Any) -> bool:
+        return any(isinstance(instruction, kinds) for _, instruction in self.instructions)
+
+    @property
+    def must_run(self) -> bool:
+        """Whether there is nothing in it that a graph may refuse: a write to the carry, a draw, a read on the host."""
+        operators = [x.operator for _, x in self.instructions if isinstance(x, Apply)]
+        draws = any(isinstance(x, Attend) and x.dropout_p for _, x in self.instructions)
+        draws = draws or any(isinstance(x, Custom) and "shaken" in x.name for _, x in self.instructions)
+        return not draws and not self._has(Peek) and not any(x.writes or x.draws for x in operators)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether `vmap` can run it: torch's `vmap` reads no row on the host, and knows no operators of others."""
+        return self.must_run and not self._has((Index, Put, Custom))
+
+
+@st.composite
+def loop_bodies(draw: st.DrawFn) -> LoopBody:
+    """Loops of up to three slots and three instructions, with up to four calls.
+
+    >>> from hypothesis import find
+    >>> find(loop_bodies(), lambda loop: not loop.must_run and loop.bounds[0] > 2).num_slots
+    1
+    """
+    dtype = draw(st.sampled_from((torch.float64, torch.complex128)))
+    known = operators(dtype)
+    by_kind = [[operator for operator in known if kind(operator)] for kind in _KINDS]
+    instructions: list[st.SearchStrategy[Instruction]] = [
+        *[st.sampled_from(alike).map(Apply) for alike in by_kind],
+        st.sampled_from(["weft_proofs::halved", "weft_proofs::shaken"]).map(Custom),
+        st.sampled_from([0.0, 0.5]).map(Attend),
+        st.integers(0, 2).map(Copy),
+        _indices().map(Index),
+        st.builds(Put, _indices(), st.booleans()),
+        st.sampled_from(sorted(READS)).map(Peek),
+    ]
+    in_slots = st.tuples(st.integers(0, 2), st.one_of(instructions))
+    return LoopBody(
+        size=draw(st.integers(2, 3)),
+        dtype=dtype,
+        num_slots=draw(st.integers(1, 3)),
+        instructions=tuple(draw(st.lists(in_slots, min_size=1, max_size=3))),
+        bounds=tuple(draw(st.lists(st.integers(0, STEPS), min_size=2, max_size=3))),
+        max_steps=draw(st.none() | st.integers(1, STEPS + 3)),
+        way=draw(st.sampled_from(WAYS)),
+    )
+
+
+@st.composite
+def _indices(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Indices of a matrix of at least one row and two columns, in which the counter stands for one of them."""
+    other = draw(st.sampled_from([(), (1,), (-1,), (slice(None),), (slice(0, 1),), ("counter",)]))
+    parts = draw(st.permutations(["counter", *other]))
+    for new_part in draw(st.lists(st.sampled_from([None, ...]), max_size=2, unique=True)):
+        parts.insert(draw(st.integers(0, len(parts))), new_part)
+    return tuple(parts)
+
+
+_KINDS: tuple[Callable[[Operator], bool], ...] = (
+    lambda x: not x.writes and not x.draws and not x.is_view,
+    lambda x: x.is_view,
+    lambda x: x.writes,
+    lambda x: x.draws,
+)
+"""The kinds of operators, each drawn as often as the others."""

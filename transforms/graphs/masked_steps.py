@@ -30,11 +30,11 @@ class _OfOtherRows(torch.autograd.Function):
         return torch.where(mask, x, rows[first])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(*_: Any, **__: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(_: Any, *__: Any) -> Any:
         return None, None
 
     @staticmethod
@@ -51,6 +51,11 @@ def safe_start(live: Tensor, x: Any) -> Any:
         return x
     other = _OfOtherRows.apply(live, x.detach()) if in_vmap() else x.detach()
     return torch.where(live, x, other)
+
+
+def safe_next(live: Tensor, x: Tensor, last: Tensor) -> Tensor:
+    """A leaf of the next carry: in rows whose loop has ended, that of the last carry on which the body ran."""
+    return torch.where(live, x, last.detach())
 
 
 class DerivativesWhere(FunctionMode):

@@ -20,7 +20,7 @@ from weft.torchapi.private import (
 from weft.transforms.graphs.backends.loops import Looper, current_looper
 from weft.transforms.graphs.backends.writes import watching_writes
 from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
-from weft.transforms.graphs.masked_steps import DerivativesWhere, safe_start
+from weft.transforms.graphs.masked_steps import DerivativesWhere, safe_next, safe_start
 from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 T = TypeVar("T")
@@ -238,7 +238,7 @@ class _Loop:
             if step + 1 < self.max_steps:
                 live = live & self._flag(tree_unflatten(carry, structure))
                 for i in changed:
-                    safe[i] = torch.where(live, carry[i], safe[i].detach())
+                    safe[i] = safe_next(live, carry[i], safe[i])
         return self._owned(_in_order(tree_unflatten(carry, structure), orders), frozenset())
 
     def record(self, init: Any, looper: Looper) -> Any:

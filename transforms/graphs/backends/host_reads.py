@@ -22,10 +22,11 @@ REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
 _NUMBER_ON_A_GPU = "tensor._is_zerotensor() && tensor.dim() == 0"
 """A part of torch's internal error when it should pass such a number to Python code."""
-_READS = {
+READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
 }
+"""The methods of a tensor that read it on the host."""
 _SHARED = {"numpy", "__array__", "__dlpack__"}
 _SHOWN = {"__repr__", "__format__"}
 _RUN_PYTHON = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
@@ -124,7 +125,7 @@ def _fault(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Constants
 ) -> tuple[str, str] | None:
     """(the host read that a function does, the remedy); None if it reads nothing on the host."""
-    if name in _READS and getattr(torch.Tensor, name, None) is func:
+    if name in READS and getattr(torch.Tensor, name, None) is func:
         if name not in _SHARED and constants.read(innermost_storage_id(args[0])):
             return None
         fault = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"

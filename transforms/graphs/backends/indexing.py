@@ -157,10 +157,8 @@ def _num_dims(parts: Iterable[Any]) -> int:
 
 def _along(x: Tensor, parts: list[Any], place: int) -> _Index:
     """The index that gathers along the dimension of one part, and keeps it, with one element."""
-    if any(part is ... for part in parts[:place]):
-        dim = x.dim() - _num_dims(parts[place:])
-    else:
-        dim = _num_dims(parts[:place])
+    is_counted_from_the_end = any(part is ... for part in parts[:place])
+    dim = x.dim() - _num_dims(parts[place:]) if is_counted_from_the_end else _num_dims(parts[:place])
     return (*[slice(None)] * dim, parts[place][None])
 
 

@@ -1,0 +1,158 @@
+"""L1 for loops with drawn bodies: every way to run a loop gives what Python's loop gives, or refuses it by name."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import WeftError
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import Replicate
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.strategies.loops import Carry, LoopBody
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.while_loop import while_loop
+from weft.transforms.shards.shard import shard
+
+_LAW = "L1 loops are Python's, on drawn bodies"
+_STEEPEST = 1e4
+_Slots = tuple[Tensor, ...]
+_Call = Callable[[_Slots, Tensor], _Slots]
+"""Slots and bound -> the last slots."""
+
+
+def loop_bodies_are_pythons(loop: LoopBody, device: str = "cpu") -> None:
+    """L1: a loop gives what Python's loop gives: eagerly, in one graph for all bounds, under `vmap`, `grad`, `shard`,
+    and these in a graph. What reads its counter on the host, draws, or writes its carry may be refused. Its result is
+    not what it starts from, and what it starts from is as it was."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        if _python(loop, device, 1) is None:
+            return  # a capture runs the body once in any case
+        match loop.way:
+            case "in calls":
+                eager = functools.partial(_run, loop)
+                _check_calls(loop, {"eagerly": eager, "in a graph": graphify(eager)}, device)
+            case "on ranks":
+                ranks = shard(functools.partial(_run, loop), Mesh(d=2), Replicate(), Replicate())
+                _check_calls(loop, {"on ranks in a graph": graphify(ranks), "on ranks": ranks}, device)
+            case "in rows":
+                _check_rows(loop, device)
+            case _:
+                _check_derivatives(loop, device)
+
+
+def _check_calls(loop: LoopBody, ways: Mapping[str, _Call], device: str) -> None:
+    for bound in loop.bounds:
+        expected = _python(loop, device, bound)
+        if expected is None:
+            continue
+        for way, call in ways.items():
+            may_refuse = not loop.must_run or "ranks" in way
+            result = _called(loop, way, call, bound, device, may_refuse=may_refuse)
+            if result is not None:
+                _compare(f"{way}, to {bound}", result, expected, loop)
+
+
+def _check_rows(loop: LoopBody, device: str) -> None:
+    """Each bound in a row of `vmap`."""
+    bounds = torch.tensor(loop.bounds, device=device)
+    rows = torch.func.vmap(functools.partial(_run, loop), in_dims=(None, 0))
+    expected = [_python(loop, device, bound) for bound in loop.bounds]
+    slots = loop.start(device)
+    has_rows = loop.has_rows and loop.max_steps is not None
+    if not has_rows or any(one is None for one in expected) or not _runs(lambda: rows(slots, bounds)):
+        return  # torch's vmap lacks an operator
+    whole = [torch.stack(column) for column in zip(*filter(None, expected), strict=True)]
+    for way, call in {"in rows": rows, "in rows in a graph": graphify(rows)}.items():
+        _compare(way, call(slots, bounds), whole, loop)
+
+
+def _check_derivatives(loop: LoopBody, device: str) -> None:
+    """The derivatives by what the loop starts from and by what its body closes over, with each bound in a row."""
+    if not loop.has_rows or loop.max_steps is None or loop.dtype.is_complex:
+        return
+    bounds = torch.tensor(loop.bounds, device=device)
+    slots = loop.start(device)
+
+    def total(run: Callable[..., _Slots], scale: Tensor, bound: Tensor) -> Tensor:
+        return torch.stack(run(loop, tuple(x * scale for x in slots), bound, scale)).sum()
+
+    scale = torch.ones((), dtype=loop.dtype, device=device)
+    by_python = torch.func.grad(functools.partial(total, _python_loop))
+    by_scale = torch.func.grad(functools.partial(total, _run))
+    in_rows = torch.func.vmap(by_scale, in_dims=(None, 0))
+    if not _runs(lambda: [by_python(scale, bound) for bound in bounds]) or not _runs(lambda: in_rows(scale, bounds)):
+        return
+    derivatives = torch.stack([by_python(scale, bound) for bound in bounds])
+    # Beyond that, a loop is chaotic, and the last bit of a kernel for several rows decides.
+    known = derivatives.abs() < _STEEPEST
+    ways = {"derivatives in rows": in_rows, "derivatives in rows in a graph": graphify(in_rows)}
+    for way, derive in ways.items():
+        _compare(way, [derive(scale, bounds)[known]], [derivatives[known]], loop)
+
+
+def _run(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = None) -> _Slots:
+    """The loop, from slots of its own, which are written once it has ended."""
+    start = tuple(x * 1 for x in slots), torch.zeros((), dtype=torch.int64, device=bound.device)
+    body = functools.partial(_scaled_body, loop, scale)
+    last, _ = while_loop(lambda carry: carry[1] < bound, body, start, max_steps=loop.max_steps)
+    for x in start[0]:
+        x.mul_(3)
+    return last
+
+
+def _scaled_body(loop: LoopBody, scale: Tensor | None, carry: Carry) -> Carry:
+    """A step, on slots that are multiplied by what the body closes over."""
+    slots, counter = carry
+    return loop.body((slots if scale is None else tuple(x * scale for x in slots), counter))
+
+
+def _python_loop(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = None) -> _Slots:
+    carry = tuple(x * 1 for x in slots), torch.zeros((), dtype=torch.int64, device=bound.device)
+    for _ in range(int(bound) if loop.max_steps is None else min(int(bound), loop.max_steps)):
+        carry = _scaled_body(loop, scale, carry)
+    return carry[0]
+
+
+def _python(loop: LoopBody, device: str, bound: int) -> _Slots | None:
+    """What Python's loop gives; None where torch raises."""
+    torch.manual_seed(0)
+    try:
+        return tuple(x.clone() for x in _python_loop(loop, loop.start(device), torch.tensor(bound, device=device)))
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        return None
+
+
+def _called(loop: LoopBody, way: str, call: _Call, bound: int, device: str, *, may_refuse: bool) -> _Slots | None:
+    slots = loop.start(device)
+    torch.manual_seed(0)
+    try:
+        result = call(slots, torch.tensor(bound, device=device))
+    except WeftError as error:
+        if may_refuse:
+            return None
+        raise LawViolation(f"{_LAW}: {way}, to {bound}, it is refused: {error}") from error
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise LawViolation(f"{_LAW}: {way}, to {bound}: {type(error).__name__}: {error}") from error
+    if not all(map(torch.equal, slots, loop.start(device))):
+        raise LawViolation(f"{_LAW}: {way}, to {bound}, it writes what it starts from")
+    return result
+
+
+def _runs(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except (RuntimeError, IndexError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _compare(way: str, result: Sequence[Tensor], expected: Sequence[Tensor], loop: LoopBody) -> None:
+    for slot, (x, y) in enumerate(zip(result, expected, strict=True)):
+        if x.shape != y.shape or not torch.allclose(x.cpu(), y.cpu(), rtol=1e-6, atol=1e-9, equal_nan=True):
+            seen = f"slot {slot} is {x.tolist()}, in Python {y.tolist()}"
+            raise LawViolation(f"{_LAW}: {way}: {seen}; {loop}")
