@@ -202,6 +202,16 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
 
 
+def may_be_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether autograd, or a transform of torch.func, may track operations on a tensor, whatever the grad mode."""
+    if tensor.requires_grad or is_functorch_wrapped_tensor(tensor):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    with unseen():
+        return forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside all wrappers of torch.func's transforms: of `vmap`, with all rows."""
     while is_functorch_wrapped_tensor(tensor):

@@ -32,6 +32,7 @@ from weft.torchapi.private import (
     WithoutAutocast,
     default_device,
     in_functorch_transform,
+    may_be_differentiated,
     switches,
     uncompiled,
 )
@@ -291,7 +292,8 @@ class Sharded:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
+        layout = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
+        return *layout, may_be_differentiated(leaf), leaf.is_leaf
     return value_key(leaf)
 
 

@@ -30,8 +30,8 @@ from weft.torchapi.private import (
     default_device,
     in_functorch_transform,
     innermost,
-    is_differentiated,
     is_functorch_wrapped_tensor,
+    may_be_differentiated,
     schema_of,
     seen_as,
     storage_id,
@@ -195,7 +195,7 @@ class Recorder(DispatchMode):
 
     def argument(self, like: Tensor) -> Tensor:
         """A fake tensor for an argument."""
-        return self._stand_in(like, self.graph.placeholder(f"argument_{len(self._nodes)}"), self.grads)
+        return self._stand_in(like, self.graph.placeholder(f"argument_{len(self._nodes)}"))
 
     def inside(self, tensor: Tensor) -> Tensor:
         """The tensor in the trace: itself if the trace made it, or a fake one for one that is closed over."""
@@ -206,8 +206,7 @@ class Recorder(DispatchMode):
             self._refuse_inner(tensor)
             node = self._read(tensor)
             self.closed_over.add(str(node.target))
-            fake = self._stand_in(tensor, node, may_be_differentiated(tensor))
-            self._stand_ins[id(tensor)] = (tensor, fake)
+            self._stand_ins[id(tensor)] = (tensor, self._stand_in(tensor, node))
         return self._stand_ins[id(tensor)][1]
 
     def _refuse_inner(self, tensor: Tensor) -> None:
@@ -269,12 +268,18 @@ class Recorder(DispatchMode):
         self.outside[target] = tensor
         return self.graph.get_attr(target)
 
-    def _stand_in(self, like: Tensor, node: Node, follows: bool) -> Tensor:
-        """A fake tensor of the same shape, strides, dtype, device, and conjugate and negative bit."""
-        with without_modes(), torch.inference_mode(False), self.fake:
+    def _stand_in(self, like: Tensor, node: Node) -> Tensor:
+        """A fake tensor of the same shape, strides, dtype, device, and conjugate and negative bit, which autograd
+        follows if it follows the tensor: as a leaf that no operator may write, or as a result."""
+        with without_modes(), torch.inference_mode(False), torch.enable_grad(), self.fake:
             fake = _blank(like)
+            if may_be_differentiated(like) and has_derivatives(fake):
+                fake.requires_grad_()
+                result = fake.clone()
+                if not (like.is_leaf and like.requires_grad) and result.stride() == fake.stride():
+                    fake = result
             self._note(fake, node)
-            return fake.requires_grad_() if follows and has_derivatives(fake) else fake
+        return fake
 
     def _note(self, made: Tensor, node: Node) -> None:
         """Remember which node made a tensor. Its metadata are kept as they are now: an operator may change them."""
@@ -403,14 +408,6 @@ def _layout(node: Node) -> tuple[Any, ...]:
 def layout_of(value: Tensor) -> tuple[Any, ...]:
     """Where a tensor lies in its memory, and how its elements are read."""
     return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg()
-
-
-def may_be_differentiated(tensor: Tensor) -> bool:
-    """Whether autograd, or a transform of torch.func, may track operations on a tensor of the caller."""
-    if tensor.requires_grad or is_functorch_wrapped_tensor(tensor):
-        return True
-    with without_modes():
-        return is_differentiated(tensor)
 
 
 def has_derivatives(tensor: Tensor) -> bool:
