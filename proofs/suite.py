@@ -298,6 +298,10 @@ def _shards_derived(data: st.DataObject, device: str) -> None:
     )
 
 
+def _shards_surrounded(data: st.DataObject, device: str) -> None:
+    laws.surroundings_of_shards_change_nothing(data.draw(strategies.surrounded_shards()))
+
+
 def _ranks_disagree(data: st.DataObject, device: str) -> None:
     laws.disagreeing_ranks_are_refused(data.draw(strategies.disagreements()))
 
@@ -386,6 +390,7 @@ LAWS = (
     Law("L22", "shards commute with graphs, micro-batches and scans", _shards_transformed),
     Law("L22", "stages of shards are stages", _shards_pipelined),
     Law("L22", "derivatives of shards are derivatives", _shards_derived),
+    Law("L22", "surroundings of shards change nothing", _shards_surrounded),
     Law("L22", "ranks that disagree are refused", _ranks_disagree),
     Law("L22", "shares of a model are the model", _shared),
     Law("L22", "shares of cut sums have the same bits", _shared_bits),

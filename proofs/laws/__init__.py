@@ -66,6 +66,7 @@ from weft.proofs.laws.shards import (
     shares_are_the_model,
     shares_have_the_same_bits,
     stages_of_shards_are_stages,
+    surroundings_of_shards_change_nothing,
 )
 
 __all__ = [
@@ -133,6 +134,7 @@ __all__ = [
     "stage_padding_is_inert",
     "stages_agree",
     "stages_of_shards_are_stages",
+    "surroundings_of_shards_change_nothing",
     "transforms_commute",
     "transforms_commute_on_functions",
 ]

@@ -1,5 +1,6 @@
 """L22: a function that the ranks of a mesh share is the function, and so is a model."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, func
 
 from weft.donation import clone
 from weft.effects import listing, parse_listing
-from weft.errors import ProgramError
+from weft.errors import CaptureError, DerivativeError, ProgramError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, Replicate
 from weft.proofs.checks.difference import LawViolation, assert_equal, find_difference, visible
@@ -17,6 +18,7 @@ from weft.proofs.strategies.engine.adapters import hold_adapters
 from weft.proofs.strategies.models import Scenario
 from weft.proofs.strategies.shards import Disagreement, RankFunction, as_stage
 from weft.proofs.strategies.shares import CutScenario
+from weft.proofs.strategies.surrounded import FIRST_CALLS, HOLDERS, LATER_CALLS, SurroundedShard
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
@@ -140,6 +142,40 @@ def derivatives_of_shards_are_derivatives(function: RankFunction, transform: str
         seen = _made(law, apply, sharded, function.params, clone(function.state), x)
         expected = apply(function.whole, function.params, clone(function.state), x)
         assert_equal(law, seen, expected, exact=False)
+
+
+def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
+    """L22: wherever a sharded function is called first, and whatever it closes over, its results and derivatives are
+    those of the function, in the same surroundings and in later ones."""
+    read, write = HOLDERS[case.holder]()
+    whole, step = case.function(read, on_a_rank=False), case.sharded(read)
+    write(torch.tensor(1.5))
+    call = FIRST_CALLS[case.first]
+    law = f"L22 surroundings of shards: {case.first}"
+    with contextlib.suppress(*_REFUSALS):
+        expected = call(whole, case.x)
+        assert_equal(law, _made(law, call, step, case.x), expected, exact=False)
+    for turn, name in enumerate(case.later):
+        weight, later = torch.tensor(2.0 + turn), LATER_CALLS[name]
+        law = f"L22 surroundings of shards: {name}, after {case.first}"
+        with contextlib.suppress(*_REFUSALS):
+            expected = later(_with_weight(whole, write), weight, case.x)
+            seen = _made(law, later, _with_weight(step, write), weight, case.x)
+            assert_equal(law, seen, expected, exact=False)
+
+
+_REFUSALS = (RuntimeError, CaptureError, DerivativeError)
+"""The errors by which torch and captures refuse the function itself. A `LawViolation` is none of them."""
+
+
+def _with_weight(step: Callable[[Tensor], Tensor], write: Callable[[Tensor], None]) -> Callable[..., Tensor]:
+    """A function `(weight, x)` of one that closes over the weight."""
+
+    def call(weight: Tensor, x: Tensor) -> Tensor:
+        write(weight)
+        return step(x)
+
+    return call
 
 
 def disagreeing_ranks_are_refused(case: Disagreement) -> None:

@@ -87,6 +87,7 @@ from weft.proofs.strategies.shards import (
     rank_functions,
 )
 from weft.proofs.strategies.shares import cut_scenarios, shared_scenarios
+from weft.proofs.strategies.surrounded import SurroundedShard, surrounded_shards
 from weft.proofs.strategies.tensors import tensors
 
 __all__ = [
@@ -120,6 +121,7 @@ __all__ = [
     "Rows",
     "Scenario",
     "Scheduled",
+    "SurroundedShard",
     "TensorProgram",
     "Trace",
     "Woven",
@@ -153,6 +155,7 @@ __all__ = [
     "shared_scenarios",
     "stage_lists",
     "step_times",
+    "surrounded_shards",
     "tensor_programs",
     "tensors",
     "timed_traces",

@@ -1,0 +1,282 @@
+"""Sharded functions that read a tensor which is no argument, and the surroundings of their calls."""
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, func, nn
+from torch.utils.checkpoint import checkpoint
+
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import Shard
+from weft.ops.transfers.collective import all_gather, all_reduce, axis_size, ppermute
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.while_loop import while_loop
+from weft.transforms.shards.shard import Sharded, shard
+
+AXIS = "rows"
+Read = Callable[[], Tensor]
+Step = Callable[[Tensor, Read], Tensor]
+"""`(x, read) -> x`, where `read` returns the tensor that is closed over."""
+
+
+def _loop(x: Tensor, read: Read) -> Tensor:
+    start = x, torch.zeros((), dtype=torch.int64)
+    return while_loop(lambda c: c[1] < 3, lambda c: (c[0] / 2 + 1, c[1] + 1), start, max_steps=4)[0]
+
+
+def _exact(x: Tensor, read: Read) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return (x.float()[:, None] @ torch.ones(1, 1))[:, 0]
+
+
+def _mean_of_ranks(x: Tensor, read: Read) -> Tensor:
+    count = all_reduce(torch.tensor(float(len(x))), AXIS)
+    return x - all_reduce(x.sum(), AXIS) / count
+
+
+def _least_of_all(x: Tensor, read: Read) -> Tensor:
+    return x - all_gather(x, AXIS, dim=-1).amin()
+
+
+def _around(x: Tensor, read: Read) -> Tensor:
+    """The parts go around and back."""
+    moved = ppermute(x, AXIS, _ring(1)) * 2
+    return ppermute(moved, AXIS, _ring(-1))
+
+
+def _ring(step: int) -> list[tuple[int, int]]:
+    count = axis_size(AXIS)
+    return [(place, (place + step) % count) for place in range(count)]
+
+
+STEPS: dict[str, Step] = {
+    "tanh": lambda x, read: torch.tanh(x) * x,
+    "detach": lambda x, read: x * x.detach(),
+    "detach in place": lambda x, read: x * (x * 3).detach_(),
+    "data": lambda x, read: x * x.data,
+    "write in place": lambda x, read: (x * 2).mul_(3),
+    "closed over": lambda x, read: x * read(),
+    "closed over, detached": lambda x, read: x * read().detach(),
+    "closed over, in a transform": lambda x, read: func.vmap(lambda row: row * read())(x),
+    "derivative inside": lambda x, read: func.grad(lambda y: (torch.tanh(y) * y.detach()).sum())(x),
+    "checkpoint inside": lambda x, read: checkpoint(torch.tanh, x, use_reentrant=False),
+    "a constant": lambda x, read: x * torch.tensor(2.0),
+    "made inside": lambda x, read: x + torch.ones(len(x)),
+    "without autocast": _exact,
+    "a loop": _loop,
+}
+"""Steps that are the same on a rank and on the whole."""
+COLLECTIVE_STEPS: dict[str, tuple[Step, Step]] = {
+    "less the mean": (_mean_of_ranks, lambda x, read: x - x.mean()),
+    "less the least": (_least_of_all, lambda x, read: x - x.amin()),
+    "around and back": (_around, lambda x, read: x * 2),
+}
+"""Steps on a rank, and on the whole."""
+
+
+class _Object:
+    """Holds a tensor as an attribute."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class _Module(nn.Module):
+    """Holds a tensor as a parameter, or in place of one."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(weight)
+
+
+Holder = tuple[Read, Callable[[Tensor], None]]
+"""Reads the tensor, and puts another one in its place."""
+
+
+def _in_a_nonlocal() -> Holder:
+    weight = torch.ones(())
+
+    def write(value: Tensor) -> None:
+        nonlocal weight
+        weight = value
+
+    return lambda: weight, write
+
+
+def _in_a_dict() -> Holder:
+    held = {"weight": torch.ones(())}
+    return lambda: held["weight"], functools.partial(held.__setitem__, "weight")
+
+
+def _in_an_object() -> Holder:
+    held = {"inner": _Object(torch.ones(()))}
+
+    def write(value: Tensor) -> None:
+        held["inner"] = _Object(value)
+
+    return lambda: held["inner"].weight, write
+
+
+def _in_a_module() -> Holder:
+    module = _Module(torch.ones(()))
+
+    def write(value: Tensor) -> None:
+        del module.weight
+        module.weight = value
+
+    return lambda: module.weight, write
+
+
+HOLDERS: dict[str, Callable[[], Holder]] = {
+    "a nonlocal": _in_a_nonlocal,
+    "an entry of a dict": _in_a_dict,
+    "an attribute of an object": _in_an_object,
+    "a parameter of a module": _in_a_module,
+}
+"""Where the tensor is that the function closes over."""
+
+
+def _inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any, Tensor], Any]:
+    def call(step: Any, x: Tensor) -> Any:
+        with context():
+            return step(x)
+
+    return call
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x
+
+
+def _in_threads(step: Any, x: Tensor) -> list[Tensor]:
+    """The results of calls that begin together."""
+    results, errors = list[Tensor](), list[BaseException]()
+    start = threading.Barrier(3)
+
+    def run() -> None:
+        start.wait()
+        try:
+            results.append(step(x))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _after_an_error(step: Any, x: Tensor) -> Any:
+    with contextlib.suppress(Exception):
+        step("no tensor")
+    return step(x)
+
+
+def _lowered(step: Any, x: Tensor) -> Any:
+    with contextlib.suppress(Exception):
+        graphify(step).lower(x)
+    return step(x)
+
+
+FIRST_CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a plain call": lambda step, x: step(x),
+    "in a graph": lambda step, x: graphify(step)(x),
+    "after lower": _lowered,
+    "in hooks on saved tensors": _inside(lambda: torch.autograd.graph.saved_tensors_hooks(_kept, _kept)),
+    "in checkpoint": lambda step, x: checkpoint(step, x.requires_grad_(), use_reentrant=False),
+    "without grad": _inside(torch.no_grad),
+    "in inference mode": _inside(torch.inference_mode),
+    "in autocast": _inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "on a default device": _inside(lambda: torch.device("cpu")),
+    "in threads": _in_threads,
+    "of a copy": lambda step, x: copy.deepcopy(step)(x),
+    "after an error": _after_an_error,
+    "under vmap": lambda step, x: func.vmap(step)(torch.stack([x, x + 1])),
+    "under grad": lambda step, x: func.grad(lambda y: step(y).sum())(x),
+}
+"""The surroundings of a call `step(x)`."""
+
+
+def _backward(f: Callable[[Tensor, Tensor], Tensor], w: Tensor, x: Tensor) -> Any:
+    leaves = w.clone().requires_grad_(), x.clone().requires_grad_()
+    f(*leaves).sum().backward()
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+LATER_CALLS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Any]] = {
+    "a plain call": lambda f, w, x: f(w, x),
+    "backward": _backward,
+    "grad": lambda f, w, x: func.grad(lambda *both: f(*both).sum(), argnums=(0, 1))(w, x),
+    "grad of what is closed over": lambda f, w, x: func.grad(lambda own: f(own, x).square().sum())(w),
+    "jvp of what is closed over": lambda f, w, x: func.jvp(lambda own: f(own, x), (w,), (w + 1,)),
+    "vmap of what is closed over": lambda f, w, x: func.vmap(lambda own: f(own, x))(torch.stack([w, w + 1])),
+    "second derivative": lambda f, w, x: func.grad(func.grad(lambda own: f(own, x).square().sum()))(w),
+    "graph of grad": lambda f, w, x: graphify(func.grad(lambda own: f(own, x).sum()))(w),
+}
+"""Calls of a function `(weight, x)`, and its derivatives."""
+
+
+@attrs.frozen(eq=False)
+class SurroundedShard:
+    """A function that closes over a tensor, with the surroundings of its calls.
+
+    Args:
+        code: the steps, in order.
+        num_ranks: that share its rows.
+        holder: where the tensor is, of `HOLDERS`.
+        first: the surroundings of the first call, of `FIRST_CALLS`.
+        later: the later ones, of `LATER_CALLS`.
+        rows: the number of rows of a rank.
+    """
+
+    code: tuple[str, ...]
+    num_ranks: int
+    holder: str
+    first: str
+    later: tuple[str, ...]
+    rows: int
+
+    def function(self, read: Read, *, on_a_rank: bool) -> Callable[[Tensor], Tensor]:
+        """The function of a rank's rows, or of all."""
+        steps = [STEPS.get(name) or COLLECTIVE_STEPS[name][not on_a_rank] for name in self.code]
+
+        def fn(x: Tensor) -> Tensor:
+            for step in steps:
+                x = step(x, read)
+            return x
+
+        return fn
+
+    def sharded(self, read: Read) -> Sharded:
+        """The function on all ranks."""
+        return shard(self.function(read, on_a_rank=True), Mesh(**{AXIS: self.num_ranks}), Shard(0), Shard(0))
+
+    @property
+    def x(self) -> Tensor:
+        """The rows."""
+        return torch.linspace(-1, 2, self.rows * self.num_ranks)
+
+
+@st.composite
+def surrounded_shards(draw: st.DrawFn) -> SurroundedShard:
+    """A function that closes over a tensor, with the surroundings of its calls."""
+    return SurroundedShard(
+        code=tuple(draw(st.lists(st.sampled_from([*STEPS, *COLLECTIVE_STEPS]), min_size=1, max_size=3))),
+        num_ranks=draw(st.integers(1, 3)),
+        holder=draw(st.sampled_from(list(HOLDERS))),
+        first=draw(st.sampled_from(list(FIRST_CALLS))),
+        later=tuple(draw(st.lists(st.sampled_from(list(LATER_CALLS)), min_size=1, max_size=2))),
+        rows=draw(st.integers(1, 2)),
+    )
