@@ -146,6 +146,8 @@ class Session:
             except BaseException as error:  # some ranks are further than others, and messages are under way
                 self._ended = f"it failed ({described(error):.200})"
                 raise
+            finally:
+                put_batches(self._workers, (), (), self._first)  # a session that waits holds no batch that is over
         outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
         for worker in self._workers:
             worker.drop_finished(taken)

@@ -5,7 +5,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
@@ -17,6 +17,7 @@ from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.meshes.collectives import Collective, combine, with_schema
 from weft.ops.transfers import transfer
+from weft.torchapi.ambient import surroundings
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Edge, Step
@@ -30,13 +31,14 @@ _DEVICES: Rule = (
     "a list of them, one for each stage",
 )
 
-_AUTOCAST = ("cpu", "cuda")
-"""The devices whose autocast a rank's thread takes over."""
-
 
 class Threads:
     """A transport with a thread for each rank, which lives as long as the transport: a stage compiles and captures in
     it.
+
+    What is in force around a call is in force in these threads: grad and inference mode, autocast, the default device,
+    hooks on saved tensors (which run in them), CUDA's current stream, weft's contexts. Function modes, dispatch modes
+    and captures are refused. Between calls the threads hold no batch and no result.
 
     Args:
         devices: one per rank. Batches and messages are moved there, and outputs come back on rank 0's. Params and state
@@ -107,12 +109,19 @@ class Threads:
         failure = shared.failure
         if failure is None:
             return
+        # A thread that is late holds `shared`, and an error holds the frames that it went through, with the batches in
+        # them and this transport, which then never ends: only the caller keeps the error.
+        error = failure.error
+        shared.failure = attrs.evolve(failure, error=None)
         if shared.left:
-            self._broken = failure
-        own = failure.error
-        if own is not None:
-            own.add_note(f"on rank {failure.rank}, at '{failure.instruction}'")
-        raise failure.for_rank(0, "the whole step") if own is None else own
+            self._broken = shared.failure
+        try:
+            if error is None:
+                raise failure.for_rank(0, "the whole step")
+            error.add_note(f"on rank {failure.rank}, at '{failure.instruction}'")
+            raise error
+        finally:
+            del error, failure
 
     def _start(self, count: int) -> None:
         while len(self._tasks) < count:
@@ -169,6 +178,7 @@ class Threads:
 def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
+        del task  # it holds the batches and the state, and the next one may never come
 
 
 @attrs.frozen(eq=False)
@@ -238,29 +248,14 @@ def _refuse_unseen(call: str) -> None:
 
 
 def thread_context(device: torch.device | None) -> Callable[[], AbstractContextManager[None]]:
-    """A context that puts in force, in another thread, what is in force in this one: grad and inference mode, autocast,
-    and the default device. Work on `device` follows this thread's stream.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     here = thread_context(None)
-    >>> with here():
-    ...     torch.is_autocast_enabled("cpu")
-    True
-    """
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
-    cached, default = torch.is_autocast_cache_enabled(), torch.get_default_device()
+    """A context that puts in force, in another thread, what is in force in this one (`surroundings`). Work on `device`
+    follows this thread's stream."""
+    inherited = surroundings()
     here = torch.cuda.current_stream() if device is not None and device.type == "cuda" else None
 
     @contextmanager
     def inside() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in casts:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
-            if default != torch.get_default_device():
-                stack.enter_context(default)
+        with inherited():
             if here is None:
                 yield
                 return

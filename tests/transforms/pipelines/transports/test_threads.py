@@ -1,8 +1,11 @@
 """Threads: the results of Local, refusals, and failures, whose errors name the rank and which leave nothing running."""
 
+import contextlib
 import gc
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -17,6 +20,7 @@ from weft.proofs.laws import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import Pipelined, pipeline
+from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.transports.threads import Threads
@@ -266,3 +270,99 @@ def test_threads_that_were_never_made_end_quietly() -> None:
     with pytest.raises(TypeError):
         Threads(2)  # type: ignore[arg-type, call-arg]
     gc.collect()
+
+
+def _fails(p: Any, s: Any, batch: Any, x: Any) -> Any:
+    raise ValueError("no")
+
+
+def _ranks() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("weft rank")]
+
+
+def _await_no_more_ranks_than(count: int) -> None:
+    """Wait until the threads of dropped transports, which were told to end, have done so."""
+    deadline = time.monotonic() + 10
+    while len(_ranks()) > count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(_ranks()) <= count
+
+
+@pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+@pytest.mark.parametrize("stages", [[scale, scale], [scale, _fails], [_fails, scale]], ids=["well", "late", "early"])
+def test_a_dropped_pipeline_leaves_no_thread_and_no_tensor(stages: Any) -> None:
+    ranks = len(_ranks())
+    alive: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(5):
+        step = pipeline(stages, microbatches=2, transport=Threads(timeout=10))
+        batch = torch.ones(4)
+        alive.append(weakref.ref(batch))
+        with contextlib.suppress(ValueError):
+            alive.append(weakref.ref(step([torch.ones(())] * 2, [torch.zeros(())] * 2, batch)[1]))
+        del step, batch
+    _await_no_more_ranks_than(ranks)
+    assert [reference() for reference in alive] == [None] * len(alive)
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+@pytest.mark.parametrize("stages", [[scale, scale], [scale, _fails]], ids=["well", "fails"])
+@pytest.mark.parametrize("transport", [Threads(timeout=10), Local()], ids=["threads", "local"])
+def test_after_a_call_nothing_holds_the_batch_or_the_result(stages: Any, transport: Any) -> None:
+    step = pipeline(stages, microbatches=2, transport=transport)
+    batch = torch.ones(4)
+    alive = [weakref.ref(batch)]
+    with contextlib.suppress(ValueError):
+        alive.append(weakref.ref(step([torch.ones(())] * 2, [torch.zeros(())] * 2, batch)[1]))
+    del batch
+    deadline = time.monotonic() + 10
+    while any(reference() is not None for reference in alive) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a rank's thread drops its task after the call has its result
+    assert [reference() for reference in alive] == [None] * len(alive)
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+@pytest.mark.parametrize("transport", [Threads(timeout=10), Local()], ids=["threads", "local"])
+def test_a_session_holds_no_batch_whose_output_has_returned(transport: Any) -> None:
+    step = pipeline([scale] * 2, transport=transport, advance=lambda s, batch, out: s)
+    session = step.session([torch.ones(())] * 2, [torch.zeros(())] * 2)
+    batch = torch.ones(4)
+    alive = weakref.ref(batch)
+    session.submit([batch], [Job()])
+    session.close()
+    del batch
+    deadline = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() is None
+
+
+def test_the_error_of_a_stage_keeps_its_traceback_and_its_note() -> None:
+    with pytest.raises(ValueError, match="no") as error:
+        pipeline([scale, _fails], transport=Threads(timeout=10))(
+            [torch.ones(())] * 2, [torch.zeros(())] * 2, torch.ones(2)
+        )
+    assert error.traceback[-1].name == "_fails"
+    assert error.value.__notes__ == ["in stage 1 (_fails)", "on rank 1, at 'run stage 1 [mb 0]'"]
+
+
+def test_the_tests_above_find_a_thread_that_keeps_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeping(tasks: Any) -> None:
+        while (task := tasks.get()) is not None:
+            task()
+
+    monkeypatch.setattr("weft.transforms.pipelines.transports.threads._run_tasks", keeping)
+    step = pipeline([scale] * 2, transport=Threads(timeout=10))
+    batch = torch.ones(4)
+    alive = weakref.ref(batch)
+    step([torch.ones(())] * 2, [torch.zeros(())] * 2, batch)
+    del batch
+    time.sleep(0.1)
+    assert alive() is not None
