@@ -1,4 +1,4 @@
-"""Donation: the callee takes an argument's storage, and any use of the old value raises.
+"""Donation: the callee takes an argument's storage, and weft refuses the old value from then on.
 
 Donation empties the fields of an object whose class is marked `donatable`: any later use of the object raises an error
 that names the taker, at no cost for live objects. A plain tensor cannot be emptied while its storage lives on; it is
@@ -71,7 +71,10 @@ def is_donatable(node: Any) -> bool:
 
 
 def donate(tree: T, *, to: str) -> T:
-    """Move `tree`: the result holds the same storage, and the old value refuses to be used again.
+    """Move `tree`: the result holds the same storage, and weft refuses the old value.
+
+    Torch knows nothing of donation. It still reads a plain tensor that was donated, which holds whatever the taker
+    wrote. A value of a `donatable` class, such as `weft.State`, is emptied, so that its fields raise.
 
     Args:
         tree: any pytree; `donatable` nodes are emptied, plain tensors are marked.

@@ -20,6 +20,9 @@ class Config:
         explain_cache_misses: at each capture after the first, log how the call differs from the captured ones.
         log_captures: log each capture, its time and the memory of its graph.
 
+    With either, each new reason why a call runs without a graph is logged once, such as a class that no class of the
+    ladder covers. `cache_info().eager_reasons`, and `stats().eager_reasons` of an engine, count them.
+
     >>> import weft
     >>> weft.config.log_capture = True
     Traceback (most recent call last):

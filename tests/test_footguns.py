@@ -138,7 +138,7 @@ def test_05_new_weights_are_a_new_graph() -> None:
 
 
 def test_06_a_donated_value_is_gone() -> None:
-    """`donate_argnames` takes the storage, on every device: the old state cannot be used again.
+    """`donate_argnames` takes the storage, on every device: weft refuses the old state.
 
     Around it: go on with what was returned; `weft.clone` what you want to keep.
     """

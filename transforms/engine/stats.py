@@ -31,6 +31,7 @@ class Stats:
         captures, replays, eager: captures and replays of graphs in all stages that run here, and calls without a
             graph.
         graphs: graphs held, by mode.
+        eager_reasons: the calls without a graph, by reason: each class that no captured class covers is one.
     """
 
     running: int
@@ -51,6 +52,7 @@ class Stats:
     replays: int
     eager: int
     graphs: Mapping[str, int]
+    eager_reasons: Mapping[str, int]
 
     @property
     def padding_share(self) -> float:
@@ -117,4 +119,5 @@ class Counts:
             replays=sum(info.replays for info in infos),
             eager=sum(info.eager for info in infos),
             graphs=dict(Counter(mode for graph in graphs for mode, _ in graph.captured())),
+            eager_reasons=dict(sum((Counter(info.eager_reasons) for info in infos), Counter[str]())),
         )

@@ -29,13 +29,23 @@ from weft.transforms.graphs.calls.key import CacheInfo, Key, TreeKey, Weakly
 from weft.transforms.graphs.calls.results import Handover, hand_over
 from weft.transforms.graphs.capture import Graph, capture
 from weft.transforms.graphs.dispatch import Decision, dispatch
-from weft.transforms.graphs.explain import Explanation, Inlines, Miss, Recaptures, nearest_miss, outside_name
+from weft.transforms.graphs.explain import (
+    INLINE,
+    EagerCalls,
+    Explanation,
+    Inlines,
+    Miss,
+    Recaptures,
+    nearest_miss,
+    outside_name,
+)
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.listing import writer_of
 from weft.transforms.graphs.options import Graphable
 from weft.trees import find_descriptors
 
 _NO_LADDER = "no ladder, so each signature has its own graph"
+NO_REPLAY = "inside weft.no_capture(replay=False)"
 _LOG = logging.getLogger("weft")
 _MAX_SIGNATURES = 4096
 
@@ -91,6 +101,13 @@ def make_plan(
     return Plan(graph, wait_for_last_replay, fill, replay, handover, holds)
 
 
+@attrs.frozen
+class Eager:
+    """The answer to a call by the function itself, and the reason for it."""
+
+    reason: str
+
+
 @attrs.frozen(eq=False)
 class Entry:
     """A graph and the plans that replay it, by signature.
@@ -135,11 +152,12 @@ class Cache:
         """Drop all graphs, their memory and the counts, and end a freeze."""
         self.backends = {}
         self.entries = {}
-        self._plans: dict[Key, weakref.ref[Plan] | None] = {}
+        self._plans: dict[Key, weakref.ref[Plan] | Eager] = {}
         self.fast_paths = FastPaths(self.graphable.roles, self.graphable.name, self.graphable.ladder is not None)
         self.exhausted = ""
         self.frozen = False
-        self.captures = self.eager = 0
+        self.captures = 0
+        self.eager_calls = EagerCalls(self.graphable.name)
         self.count = Count()
         self._recaptures = Recaptures(self.graphable.name, self.graphable.roles.donated)
         self._outside_change = ""
@@ -147,37 +165,42 @@ class Cache:
 
     def info(self) -> CacheInfo:
         """The counts since the last `clear()`."""
-        return CacheInfo(self.captures, self.count.replays, self.eager, len(self.entries))
+        eager = self.eager_calls
+        return CacheInfo(self.captures, self.count.replays, eager.number, len(self.entries), dict(eager.counts))
 
     def graphs(self) -> list[Graph]:
         """The graphs held, in the order of capture."""
         return [entry.graph for entry in self.entries.values()]
 
-    def plan(self, call: Call, signature: Key) -> tuple[Plan | None, bool]:
-        """The plan for a call with this key before dispatch, captured if there is none, or None if the function itself
-        runs; and whether later calls will find it."""
-        if signature in self._plans:
-            found = self._plans[signature]
-            plan = None if found is None else found()
-            if found is None or (plan is not None and plan.reads_the_same()):
-                return plan, True
+    def plan(self, call: Call, signature: Key) -> tuple[Plan | Eager, bool]:
+        """The plan for a call with this key before dispatch, captured if there is none, or the reason why the function
+        itself runs; and whether later calls will find it."""
+        if (found := self._plans.get(signature)) is not None:
+            answer = found if isinstance(found, Eager) else found()
+            if isinstance(answer, Eager) or (answer is not None and answer.reads_the_same()):
+                return answer, True
         check_call(call, self.graphable.name)
         decision, key = self._obtain(call, signature)
-        plan = None
-        if key is not None:
-            call.take_reference_key(self.entries[key].references)
-            plan = self.make_plan(self.entries[key].graph, call, decision)
-        if not may_capture():
-            return plan, False
+        if key is None:
+            eager = Eager(decision.reason)
+            if may_capture():
+                self._make_room_for_a_signature()
+                self._plans[signature] = eager
+            return eager, may_capture()
+        call.take_reference_key(self.entries[key].references)
+        plan = self.make_plan(self.entries[key].graph, call, decision)
+        if may_capture():
+            self._make_room_for_a_signature()
+            self._plans[signature] = weakref.ref(plan)
+            self.entries[key].plans[signature] = plan
+        return plan, may_capture()
+
+    def _make_room_for_a_signature(self) -> None:
+        """Forget all plans if there are too many: calls of ever new signatures must not fill the memory."""
         if len(self._plans) >= _MAX_SIGNATURES:
             self._plans.clear()
             for entry in self.entries.values():
                 entry.plans.clear()
-        self._plans[signature] = None
-        if plan is not None and key is not None:
-            self._plans[signature] = weakref.ref(plan)
-            self.entries[key].plans[signature] = plan
-        return plan, True
 
     def make_plan(self, graph: Graph, call: Call, decision: Decision[Any]) -> Plan:
         """Plan how a graph answers calls like this one."""
@@ -279,7 +302,7 @@ class Cache:
 
     def note_inline(self, why: Callable[[], str | None]) -> None:
         """Count a call that ran the function itself because of `why`, and that could be captured otherwise."""
-        self.eager += 1
+        self.eager_calls.note(INLINE)
         self._inlines.note(why, self.count.replays)
 
     def needs_autograd_reason(self, graph: Graph) -> str:
@@ -305,8 +328,7 @@ class Cache:
     def explain(self, call: Call) -> Explanation:
         """Say what a call would do, and why, without doing it."""
         if not may_replay():
-            why = "inside weft.no_capture(replay=False)"
-            return Explanation(Decision("none", None, why), False, f"runs eagerly: {why}")
+            return Explanation(Decision("none", None, NO_REPLAY), False, f"runs eagerly: {NO_REPLAY}")
         decision = self.decide(call)
         key = self.key(call, decision)
         graph = None if decision.mode == "none" else self.find(key)

@@ -4,8 +4,10 @@ avoids it; warnings for functions that capture, or run inline, at every call.
 
 import contextlib
 import inspect
+import logging
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -13,10 +15,13 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
+from weft.settings import config
 from weft.transforms.graphs.backends.host_reads import user_line
 from weft.transforms.graphs.calls.key import Key, LeafKey
 from weft.transforms.graphs.dispatch import Decision
 from weft.trees import TreeSpec, node_fields
+
+_LOG = logging.getLogger("weft")
 
 
 @attrs.frozen
@@ -154,14 +159,23 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
         if a == b:
             continue
         if isinstance(a, LeafKey) and isinstance(b, LeafKey):
-            for field in ("kind", "shape", "dtype", "stride", "device", "flags", "offset", "address"):
-                value, captured = getattr(a, field), getattr(b, field)
-                if value != captured and field != "address":
-                    yield f"{name}: {field} {value}, captured {captured}"
-                elif value != captured:
+            for field in attrs.fields(LeafKey):
+                value, captured = getattr(a, field.name), getattr(b, field.name)
+                if value == captured:
+                    continue
+                if field.name == "address":
                     yield f"{name}: another tensor than the captured one (captured by reference)"
+                elif field.name == "attributes":
+                    yield f"{name}: attributes {_attributes_text(value)}, captured {_attributes_text(captured)}"
+                else:
+                    yield f"{name}: {field.name} {value}, captured {captured}"
         else:
             yield f"{name}: {value_text(a)}, captured {value_text(b)}"
+
+
+def _attributes_text(attributes: Iterable[tuple[str, Any]]) -> str:
+    """The attributes that Python code has set on a tensor, as text."""
+    return "{" + ", ".join(f"{name}: {value_text(key)}" for name, key in attributes) + "}"
 
 
 def _argument_differences(new: TreeSpec, old: TreeSpec) -> Iterator[str]:
@@ -258,6 +272,40 @@ class Recaptures:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+_MOST_REASONS = 64
+OTHER_REASONS = "other reasons"
+"""Stands for all reasons after the first `_MOST_REASONS`."""
+INLINE = "autograd must see the operators, or an argument has no fixed addresses"
+"""The reason of calls that run inline, whatever the argument; `explain` names it."""
+
+
+@attrs.define
+class EagerCalls:
+    """The calls that ran the function itself, by reason. If `weft.config` asks for messages, each new reason is logged:
+    that no class covers a batch is one reason for each class.
+
+    Args:
+        name: the function's name.
+    """
+
+    name: str
+    counts: Counter[str] = attrs.field(factory=Counter)
+
+    @property
+    def number(self) -> int:
+        """The number of these calls."""
+        return self.counts.total()
+
+    def note(self, reason: str) -> None:
+        """Count a call."""
+        if reason not in self.counts and len(self.counts) >= _MOST_REASONS:
+            reason = OTHER_REASONS
+        is_new = reason not in self.counts
+        self.counts[reason] += 1
+        if is_new and (config.explain_cache_misses or config.log_captures):
+            _LOG.warning("%s: runs without a graph: %s", self.name, reason)
 
 
 @attrs.define

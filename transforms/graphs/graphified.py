@@ -21,7 +21,7 @@ from weft.torchapi.private import (
     num_function_modes,
     uncompiled,
 )
-from weft.transforms.graphs.cache import Cache, Plan
+from weft.transforms.graphs.cache import NO_REPLAY, Cache, Eager, Plan
 from weft.transforms.graphs.calls.borrowing import lend, watches_borrows
 from weft.transforms.graphs.calls.call import (
     Call,
@@ -173,10 +173,11 @@ class Graphified(Generic[P, R]):
 
     def _plan(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], modes: tuple[Any, ...] | None
-    ) -> Plan | None:
-        """The plan of a call, which the fast path finds from now on, if it may; None if the function itself runs."""
+    ) -> Plan | Eager:
+        """The plan of a call, which the fast path finds from now on, if it may; or the reason why the function itself
+        runs."""
         plan, is_kept = self._cache.plan(call, hashable_signature(call, self._graphable.name))
-        if plan is not None and is_kept and modes is not None and plan.may_run():
+        if isinstance(plan, Plan) and is_kept and modes is not None and plan.may_run():
             with WithoutFunctionModes() if modes else contextlib.nullcontext():
                 self._cache.fast_paths.add(args, kwargs, modes, call, plan, self._condition(plan, call))
         return plan
@@ -195,14 +196,16 @@ class Graphified(Generic[P, R]):
                 self._cache.note_inline(lambda: inline_reason(call))
         return self._fn(*args, **kwargs)
 
-    def _answer(self, plan: Plan | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def _answer(self, plan: Plan | Eager, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Replay the graph; run the function itself if there is no graph, or if it may not replay here."""
-        if plan is None or not plan.may_run():
+        if isinstance(plan, Eager) or not plan.may_run():
             with self._lock:
-                if plan is not None and plan.graph.needs_autograd():
+                if isinstance(plan, Eager):
+                    self._cache.eager_calls.note(plan.reason)
+                elif plan.graph.needs_autograd():
                     self._cache.note_inline(functools.partial(self._cache.needs_autograd_reason, plan.graph))
                 else:
-                    self._cache.eager += 1
+                    self._cache.eager_calls.note(NO_REPLAY)
             return keep_in_place(self._fn(*args, **kwargs), self._graphable.roles.donated, call)
         with self._lock:
             result = self._replay(plan, (*self._take_donated(call), *call.copied_leaves))
@@ -348,7 +351,7 @@ class Graphified(Generic[P, R]):
         return self
 
     def cache_info(self) -> CacheInfo:
-        """The numbers of captures, replays, eager calls, and graphs held."""
+        """The numbers of captures, replays, eager calls by reason, and graphs held."""
         return self._cache.info()
 
     def captured(self) -> tuple[tuple[str, Any], ...]:

@@ -231,7 +231,25 @@ def test_stats_count_what_was_done() -> None:
     assert stats.ended == {"length": 4}
     assert stats.steps["decode"] == stats.modes["full"] == stats.replays
     assert stats.steps["prompts"] + stats.steps["mixed"] == stats.modes["none"] == stats.eager
+    assert sum(stats.eager_reasons.values()) == stats.eager
+    assert all(reason.startswith("no captured class covers 'ragged ") for reason in stats.eager_reasons)
     assert stats.padding_share == stats.padding / (stats.tokens + stats.padding) > 0, "3 requests ran as 4"
+
+
+def test_each_class_of_steps_without_a_graph_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(small_model(), SMALL, graph="full_decode_only", run_ahead=0, prefix_caching=False)
+    object.__setattr__(weft.config, "explain_cache_misses", True)
+    try:
+        for index in range(4):
+            engine.add([1, 2, 3, 4, 5, index], max_tokens=2)
+            list(engine)
+    finally:
+        object.__setattr__(weft.config, "explain_cache_misses", False)
+    texts = [record.getMessage() for record in caplog.records if "runs without a graph" in record.getMessage()]
+    assert len(texts) == len(set(texts)) == len(engine.stats().eager_reasons) == 1
+    assert engine.stats().eager == 4
 
 
 @pytest.mark.parametrize("mode", MODES)

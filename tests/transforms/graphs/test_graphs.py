@@ -17,7 +17,8 @@ from weft.descriptor import BatchDescriptor
 from weft.errors import CacheMissError, CaptureError, DonatedError, TooManyCapturesError
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.backends.tape import TapeBackend
-from weft.transforms.graphs.cache import make_plan
+from weft.transforms.graphs.cache import NO_REPLAY, make_plan
+from weft.transforms.graphs.explain import INLINE, OTHER_REASONS
 from weft.transforms.graphs.graphified import Graphified, clear_caches
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder
@@ -161,6 +162,95 @@ def test_captures_are_logged(switches: Any, caplog: pytest.LogCaptureFixture) ->
     text = record.getMessage()
     assert text.startswith("captured double_rows for 'ragged 4 tokens, 4 reqs', full: ")
     assert text.endswith("MiB")
+
+
+def test_each_class_that_no_graph_covers_is_logged_once_and_counted(
+    switches: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    switches.explain_cache_misses = True
+    g = graphify(double_rows, ladder=LADDER)
+    for n in (9, 8, 10, 9, 10, 9):
+        check(g, n)
+    reasons = {f"no captured class covers 'ragged {n} tokens, {n} reqs'": count for n, count in ((9, 3), (10, 2))}
+    assert [r.getMessage() for r in caplog.records] == [
+        f"double_rows: runs without a graph: {reason}" for reason in reasons
+    ]
+    assert g.cache_info().eager_reasons == reasons
+    assert counts(g) == (1, 1, 5, 1)
+    g.cache_clear()
+    assert g.cache_info().eager_reasons == {}
+    check(g, 9)
+    assert len(caplog.records) == 3
+
+
+def test_eager_calls_are_logged_with_either_switch_and_not_without(
+    switches: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(graphify(double_rows, ladder=LADDER), 9)
+    assert not caplog.records
+    switches.log_captures = True
+    check(graphify(double_rows, ladder=LADDER), 9)
+    assert len(caplog.records) == 1
+
+
+def test_every_eager_call_has_a_reason() -> None:
+    g = graphify(double_rows, ladder=LADDER)
+    with weft.no_capture():
+        check(g, 3)
+    with weft.no_capture(replay=False):
+        check(g, 3)
+    check(g, 9)
+    batch = rows(3)
+    batch.x.requires_grad_()
+    g(batch)
+    assert g.cache_info().eager_reasons == {
+        "inside weft.no_capture(): no captured class covers 'ragged 3 tokens, 3 reqs'": 2,
+        "no captured class covers 'ragged 9 tokens, 9 reqs'": 1,
+        INLINE: 1,
+    }
+    check(g, 3)
+    with weft.no_capture(replay=False):
+        check(g, 3)
+    assert g.cache_info().eager_reasons[NO_REPLAY] == 1
+    assert sum(g.cache_info().eager_reasons.values()) == g.cache_info().eager == 5
+
+
+def test_the_reasons_are_bounded(switches: Any, caplog: pytest.LogCaptureFixture) -> None:
+    switches.explain_cache_misses = True
+    g = graphify(double_rows, ladder=LADDER)
+    for n in range(9, 9 + 70):
+        check(g, n)
+    reasons = g.cache_info().eager_reasons
+    assert len(reasons) == 65
+    assert reasons[OTHER_REASONS] == 6
+    assert len(caplog.records) == 65
+
+
+# Signatures ----------------------------------------------------------------------------------------------------------
+
+
+def test_signatures_are_bounded_with_the_plans_that_entries_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.transforms.graphs.cache._MAX_SIGNATURES", 3)
+    g = graphify(double_rows, ladder=[BatchDescriptor(8, 8)])
+    sizes = []
+    for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10):  # the last two have no graph
+        check(g, n)
+        entries = g._cache.entries.values()
+        sizes.append((len(g._cache._plans), sum(len(entry.plans) for entry in entries)))
+    assert sizes == [(1, 1), (2, 2), (3, 3), (1, 1), (2, 2), (3, 3), (1, 1), (2, 2), (3, 2), (1, 0)]
+    for n in (1, 9, 8):
+        check(g, n)
+    assert counts(g) == (1, 10, 3, 1)
+
+
+def test_calls_of_ever_new_signatures_do_not_fill_the_memory() -> None:
+    g = graphify(lambda batch, n: batch.x, ladder=[BatchDescriptor(1, 1)], static_argnames="n")
+    batch = rows(2)
+    most = 0
+    for n in range(4100):
+        g(batch, n)
+        most = max(most, len(g._cache._plans))
+    assert (most, len(g._cache._plans)) == (4096, 4)
 
 
 # Eviction ------------------------------------------------------------------------------------------------------------

@@ -4,13 +4,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
 
 import weft
 from weft.errors import CacheMissError, TooManyCapturesError
-from weft.transforms.graphs.explain import ENDLESS, structure_text
+from weft.transforms.graphs.calls.key import Key, LeafKey, TreeKey, leaf_key
+from weft.transforms.graphs.explain import ENDLESS, changed_between, miss_between, structure_text
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_structure
@@ -302,3 +304,61 @@ class Scored:
 
     def __init__(self, x: Tensor) -> None:
         self.logits = x * 2
+
+
+LEAF = leaf_key(torch.ones(2, 3), None, True)
+CHANGED: dict[str, tuple[Any, str]] = {
+    "kind": (torch.nn.Parameter, f"kind {torch.nn.Parameter}, captured {Tensor}"),
+    "shape": ((3, 2), "shape (3, 2), captured (2, 3)"),
+    "dtype": (torch.float64, "dtype torch.float64, captured torch.float32"),
+    "stride": ((1, 2), "stride (1, 2), captured (3, 1)"),
+    "device": (torch.device("meta"), "device meta, captured cpu"),
+    "flags": ((True,), f"flags (True,), captured {LEAF.flags}"),
+    "address": (1, "another tensor than the captured one (captured by reference)"),
+    "offset": (4, "offset 4, captured 0"),
+    "attributes": ((("tag", (int, 1)),), "attributes {tag: 1}, captured {}"),
+}
+"""For each field of a leaf's key another value, and what an explanation says of it."""
+
+
+def _key_of_a_reference(leaf: LeafKey) -> Key:
+    empty = tree_structure({})
+    references = TreeKey(tree_structure({"params": 0}), (), (leaf,))
+    return Key((), "full", (), None, references, TreeKey(empty, (), ()))
+
+
+def test_each_field_of_a_leafs_key_is_explained() -> None:
+    assert list(CHANGED) == [field.name for field in attrs.fields(LeafKey)]
+
+
+@pytest.mark.parametrize("field", CHANGED)
+@pytest.mark.parametrize("donated", [(), ("params",)])
+def test_a_leaf_by_reference_that_differs_in_one_field(field: str, donated: tuple[str, ...]) -> None:
+    value, text = CHANGED[field]
+    new, old = _key_of_a_reference(attrs.evolve(LEAF, **{field: value})), _key_of_a_reference(LEAF)
+    miss = miss_between(new, old, ["params"], donated)
+    assert miss.differs == f"params: {text}"
+    changed = changed_between(new, old, lambda: ["params"], donated)
+    moved = ("params",) if field == "address" else ()
+    assert (changed.donated, changed.references) == ((moved, ()) if donated else ((), moved))
+    assert changed.has_others is (field != "address")
+    if field != "address":
+        assert miss.remedy == ""
+    elif donated:
+        assert miss.remedy.startswith("pass the params that the call before returned (copy_ a new one into it)")
+    else:
+        assert miss.remedy.startswith("keep params in place (params.copy_(...)), or write donate_argnames='params'")
+
+
+def test_explain_names_the_leaf_by_reference() -> None:
+    g = graphify(lambda params, x: params["w"][0] * x)
+    first = {"w": [torch.ones(2)]}
+    g(first, torch.ones(2))
+    assert str(g.explain(first, torch.zeros(2))) == "replays: no ladder, so each signature has its own graph"
+    explanation = g.explain({"w": [torch.ones(2)]}, torch.ones(2))
+    assert not explanation.captured
+    assert str(explanation) == (
+        "captures: no ladder, so each signature has its own graph; params['w'][0]: another tensor than the captured "
+        "one (captured by reference); keep params in place (params.copy_(...)), or write donate_argnames='params' if "
+        "the call returns its next value, or reference_argnames=() to copy it in"
+    )

@@ -244,9 +244,12 @@ class CacheInfo:
         eager: calls that ran the function itself, except those inside a trace, another capture or a torch.func
             transform.
         currsize: graphs held now.
+        eager_reasons: the eager calls by reason; after 64 reasons, all others are one. It is neither printed nor
+            compared.
     """
 
     captures: int = 0
     replays: int = 0
     eager: int = 0
     currsize: int = 0
+    eager_reasons: Mapping[str, int] = attrs.field(factory=dict, repr=False, eq=False)
