@@ -1,8 +1,7 @@
 """Facts about torch that only Python's frames tell, since torch offers them in no other way.
 
-- A module of torch.nn leaves its fast path under a function mode, and computes other bits than outside a capture. Its
-  reasons are a local variable of `forward`. Any other test would repeat the conditions of three modules, 15 to 21 in
-  each, which change from one torch to the next.
+- `nn.TransformerEncoder` converts its input to a nested tensor outside a capture, and not under a function mode: what
+  it returns where there is padding differs, and only its `forward` knows its padding.
 - A function mode does not see `Tensor.__reduce_ex__`, which returns early for plain tensors, nor the pickler, which
   reads storages and not tensors. `copy.copy` calls the same method and reads nothing; only the caller differs. A patch
   of `Tensor.__reduce_ex__` would affect all threads, and could not see the caller either.
@@ -41,19 +40,17 @@ def _is_of_torch(frame: types.FrameType | None) -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.")
 
 
-def off_fast_path() -> bool:
-    """Whether a running module of torch.nn (attention, a layer of a transformer) left its fast path only because a
-    function mode is active."""
+def drops_padding() -> bool:
+    """Whether a running `nn.TransformerEncoder` would take the padding out, outside a capture, and so return zeros in
+    its places: in a nested tensor, which its layers take on their fast path alone."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__", "").startswith("torch.nn.modules."):
-            found = frame.f_locals
-            why = str(found.get("why_not_fast_path") or found.get("why_not_sparsity_fast_path"))
-            recorded = torch.is_grad_enabled() and any(
-                x is not None and x.requires_grad for x in found.get("tensor_args", ())
-            )
-            if "has_torch_function" in why and not recorded:
-                return True
+        if frame.f_code.co_qualname == "TransformerEncoder.forward":
+            encoder, mask = frame.f_locals["self"], frame.f_locals.get("src_key_padding_mask")
+            can_nest = not encoder.training and getattr(encoder, "use_nested_tensor", False)
+            is_recorded = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
+            is_padded = mask is not None and frame.f_locals.get("mask") is None and frame.f_locals["src"].dim() == 3
+            return can_nest and is_padded and not is_recorded and torch.backends.mha._is_fastpath_enabled
         frame = frame.f_back
     return False
 

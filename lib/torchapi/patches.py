@@ -1,4 +1,5 @@
-"""Patches of torch that captures need: what torch says of captures, TorchScript's reads, the default generator.
+"""Patches of torch that captures need: what torch says of captures, TorchScript's reads, the default generator, and the
+fast path of attention.
 
 Each is installed at its first use, does nothing outside its context, and concerns the thread of the context alone.
 """
@@ -120,3 +121,37 @@ def default_generator_is(generator: torch.Generator) -> Iterator[None]:
         yield
     finally:
         _STANDS_FOR_DEFAULT.reset(token)
+
+
+_FAST_PATH_OFF: ContextVar[bool] = ContextVar("weft.attention_fast_path_off", default=False)
+
+
+def _get_fastpath_enabled() -> bool:
+    """As torch's, and False in `without_attention_fast_path`. TorchScript compiles this function, and leaves out the
+    block; torch.compile follows neither context variables nor torch's function."""
+    if not torch.jit.is_scripting():
+        off = not torch.compiler.is_dynamo_compiling() and _FAST_PATH_OFF.get()
+        return not off and torch.backends.mha._is_fastpath_enabled
+    return True
+
+
+@functools.cache
+def _ask_for_the_fast_path() -> None:
+    """Make torch's attention ask `_get_fastpath_enabled`."""
+    torch.backends.mha.get_fastpath_enabled = _get_fastpath_enabled
+
+
+@contextlib.contextmanager
+def without_attention_fast_path() -> Iterator[None]:
+    """A context in which torch.nn's attention and transformers take no fast path, in this thread alone.
+
+    In `eval()`, `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` call one operator for
+    the whole layer if they can, whose bits differ from those of the operators that they call otherwise. Under a
+    function mode, as in a capture, they cannot. So that a graph has the bits of the function itself, neither takes it.
+    """
+    _ask_for_the_fast_path()
+    token = _FAST_PATH_OFF.set(True)
+    try:
+        yield
+    finally:
+        _FAST_PATH_OFF.reset(token)

@@ -369,7 +369,7 @@ def backend_switches() -> tuple[tuple[str, Any], ...]:
     """The switches that attention, convolutions and recurrent layers consult, by name."""
     c: Any = torch._C
     attention = (c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled())
-    attention += (c._get_cudnn_sdp_enabled(), *c._get_sdp_priority_order(), torch.backends.mha.get_fastpath_enabled())
+    attention += (c._get_cudnn_sdp_enabled(), *c._get_sdp_priority_order())
     cudnn = (c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic())
     return (
         ("kernels of attention", attention),

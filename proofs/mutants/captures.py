@@ -175,6 +175,11 @@ CAPTURES = (
         _HAZARDS,
         _beside(from_module, "_unchanged", lambda module, state: nullcontext()),
     ),
+    Mutant(
+        "the function itself takes the fast path of attention",
+        _HAZARDS,
+        _beside(make_call, "without_attention_fast_path", nullcontext),
+    ),
     Mutant("tensors in objects are not taken back", _HAZARDS, _method(_ObjectTensor, "next_values", _values_before)),
     Mutant("a name that is bound anew is not seen", _HAZARDS, _names_forgotten),
     Mutant("nothing outside is compared", _PROGRAMS, _method(Outside, "_comparison", _nothing)),

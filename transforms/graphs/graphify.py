@@ -51,6 +51,12 @@ def graphify(
     Results are safe unless borrowed: a later call does not change them. Inside another capture or a torch.func
     transform, and where autograd would record, the function itself runs.
 
+    In `eval()`, `nn.MultiheadAttention` and the transformers of torch.nn call one operator for a whole layer where they
+    can, their fast path. A graphified function takes it neither in a graph nor where the function itself runs: its bits
+    are those with `torch.backends.mha.set_fastpath_enabled(False)`, and differ in the last digits from a plain call
+    with the fast path. Where values differ beyond that, the capture is refused: an `nn.TransformerEncoder` with a
+    padding mask returns zeros for padding on its fast path, unless it has `enable_nested_tensor=False`.
+
     What the function reads from outside its arguments is compared at each call as far as that is cheap: tensors that
     were given other memory, parameters of modules that were replaced, globals and nonlocals that name another object
     lead to a new capture. A change inside an object (an attribute, an entry of a dict) is not seen, because Python code

@@ -150,6 +150,44 @@ def before(call):
             ),
         },
     ),
+    "attention of torch with a fast path": Kind(
+        """
+torch.manual_seed(0)
+layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, device=device).eval().requires_grad_(False)
+attention = layer.self_attn
+encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval().requires_grad_(False)
+padding = torch.tensor([[False, False, False], [False, False, True]], device=device)
+
+def arguments(call):
+    return torch.arange(24.0, device=device).add(call).sin().reshape(2, 3, 4),
+
+def around(call):
+    return torch.set_grad_enabled($grad)
+
+def run(x):
+    return $module
+
+def f(x):
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return run(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+graph = weft.graphify(run, verify=$verify)
+""",
+        {
+            "grad": ("True", "False", "call % 2 == 0"),
+            "module": (
+                "encoder(x)",
+                "encoder(x, src_key_padding_mask=padding)",
+                "layer(x)",
+                "attention(x, x, x, need_weights=False)[0]",
+                "attention(x, x, x, key_padding_mask=padding)",
+            ),
+            "verify": ("None", "1", "2"),
+        },
+    ),
     "what a module keeps in its objects": Kind(
         """
 import collections

@@ -1,6 +1,9 @@
 """Settings that a result depends on besides the arguments: a replay needs a capture under the same ones."""
 
-from collections.abc import Callable
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -112,20 +115,93 @@ def test_switches_that_are_not_consulted_are_asked_for_only_at_a_miss() -> None:
     assert g.cache_info().captures == 1
 
 
-def test_the_fast_path_of_attention_is_refused_by_name() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+def attention() -> Callable[[Tensor], Tensor]:
+    module = nn.MultiheadAttention(8, 2, batch_first=True).eval().requires_grad_(False)
+    return lambda x: module(x, x, x, need_weights=False)[0]
+
+
+def encoder(**options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, **options).eval().requires_grad_(False)
+
+
+WITH_A_FAST_PATH: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "attention": attention,
+    "a layer": lambda: encoder().layers[0],  # type: ignore[union-attr,return-value]
+    "an encoder": encoder,
+}
+
+
+@contextlib.contextmanager
+def no_fast_path() -> Iterator[None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", WITH_A_FAST_PATH)
+@pytest.mark.parametrize("verify", [None, 1])
+def test_a_graph_takes_no_fast_path_of_attention_by_itself(name: str, verify: int | None, device: str) -> None:
+    """Its bits are those without the fast path; and so are those of the function itself, with which it is compared."""
+    with torch.device(device):
+        module = WITH_A_FAST_PATH[name]()
+        inputs = [torch.randn(2, 3, 8) for _ in range(3)]
+    g = graphify(lambda x: module(x), verify=verify)
+    plain = [module(x) for x in inputs]
+    seen = [g(x) for x in inputs]
+    with no_fast_path():
+        wanted = [module(x) for x in inputs]
+        captures = g.cache_info().captures
+        assert_equal(LAW, g(inputs[0]), wanted[0])
+    assert_equal(LAW, seen, wanted)
+    torch.testing.assert_close(seen, plain, rtol=1e-4, atol=1e-5)
+    assert_equal("the fast path is there again", [module(x) for x in inputs], plain)
+    assert (captures, g.cache_info().captures) == (1, 1)  # torch's switch makes no other graph
+
+
+def test_the_fast_path_is_off_in_the_thread_of_the_call_alone() -> None:
+    seen: list[bool] = []
+
+    def asks(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled()))
+        thread.start()
+        thread.join()
+        seen.append(torch.backends.mha.get_fastpath_enabled())
+        return x * 2
+
+    graphify(asks)(X)
+    assert seen == [True, False] * 2  # a rehearsal, and the capture
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_attention_is_scripted_and_compiled_as_before_once_a_graph_has_asked() -> None:
+    module, x = encoder(), torch.randn(2, 3, 8)
+    graphify(lambda x: module(x))(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_equal("scripted", torch.jit.script(module)(x), module(x))
+    compiled = torch.compile(module, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_an_encoder_that_takes_padding_out_is_refused_by_name() -> None:
+    padding = torch.tensor([[False] * 3, [False, True, True]])
     x = torch.randn(2, 3, 8)
-    with torch.no_grad():
-        with pytest.raises(CaptureError) as caught:
-            graphify(lambda x: layer(x))(x)
-        assert "saw: the fast path of torch.nn's attention, which this capture cannot take" in str(caught.value)
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            g = graphify(lambda x: layer(x))
-            for value in (x, x + 1):
-                assert_equal(LAW, g(value), layer(value))
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
+    module = encoder()
+    with pytest.raises(CaptureError) as caught:
+        graphify(lambda x: module(x, src_key_padding_mask=padding))(x)
+    said = str(caught.value)
+    assert (
+        "saw: nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do" in said
+    )
+    assert "instead: nn.TransformerEncoder(..., enable_nested_tensor=False), or torch.backends.mha.set_fast" in said
+    module = encoder(enable_nested_tensor=False)
+    seen = graphify(lambda x: module(x, src_key_padding_mask=padding))(x)
+    with no_fast_path():
+        assert_equal(LAW, seen, module(x, src_key_padding_mask=padding))
 
 
 class Scale(TorchFunctionMode):

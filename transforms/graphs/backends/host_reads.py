@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.frames import READ_BY_PICKLE, in_pickle, off_fast_path
+from weft.torchapi.frames import READ_BY_PICKLE, drops_padding, in_pickle
 from weft.torchapi.private import FunctionMode, innermost_storage_id, is_higher_order, uncompiled
 from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.indexing import Gathers
@@ -80,9 +80,12 @@ class HostReads(FunctionMode):
             raise self.refuse(*found)
         if name in _ATTENTION:
             self.calls_attention = True
-            if off_fast_path():
-                fault = "the fast path of torch.nn's attention, which this capture cannot take"
-                instead = "torch.backends.mha.set_fastpath_enabled(False) before all calls"
+            if drops_padding():
+                fault = (
+                    "nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do"
+                )
+                instead = "nn.TransformerEncoder(..., enable_nested_tensor=False), or "
+                instead += "torch.backends.mha.set_fastpath_enabled(False) before all calls"
                 raise self.refuse(fault, instead)
         if func in _INDEXING and (index := self.gathers.index_of(*args[:2])) is not None:
             return self.gathers.get(args[0], index) if len(args) == 2 else self.gathers.set(args[0], index, args[2])

@@ -16,6 +16,7 @@ from weft.errors import DescriptorError, DonatedError
 from weft.ops.transfers.collective import current_place
 from weft.padding import padded_shape
 from weft.settings import is_batch_invariant
+from weft.torchapi.patches import without_attention_fast_path
 from weft.torchapi.private import (
     children_of,
     function_modes,
@@ -236,7 +237,8 @@ def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None
 
 
 def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str] = ()) -> Any:
-    """Call `fn` with arguments given by name, passing those among `keywords` by keyword, and others by position."""
+    """Call `fn` with arguments given by name, passing those among `keywords` by keyword, and others by position. As in
+    every call of a graphified function, attention of torch.nn takes no fast path."""
     named = arguments.keys() <= roles.signature.parameters.keys()
     positional: list[Any] = []
     passed: dict[str, Any] = {}
@@ -253,7 +255,8 @@ def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keyw
             passed[name] = arguments[name]
         else:
             positional.append(arguments[name])
-    return fn(*positional, **passed)
+    with without_attention_fast_path():
+        return fn(*positional, **passed)
 
 
 def enclosing_transform() -> str | None:
