@@ -20,6 +20,7 @@ from weft.ops.transfers.collective import (
     all_reduce,
     all_to_all,
     axis_index,
+    ppermute,
     reduce_scatter,
 )
 from weft.proofs.strategies.compositions.bodies import Function, Kind
@@ -422,6 +423,13 @@ LAYERS: dict[str, Layer] = {
         _sharded(lambda f, x: all_to_all(f(x), _AXIS, split_dim=0, concat_dim=0), Shard(0), Shard(0)),
         _quarters_exchanged,
         uses=("shard", "all_to_all"),
+        kind="shard",
+        divides=True,
+    ),
+    "shard, ppermute": Layer(
+        _sharded(lambda f, x: ppermute(f(x), _AXIS, [(0, 1), (1, 0)]), Shard(0), Shard(0)),
+        lambda f: lambda x: torch.cat(_halves_of(f, x)[::-1]),
+        uses=("shard", "ppermute"),
         kind="shard",
         divides=True,
     ),
