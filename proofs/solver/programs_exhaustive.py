@@ -17,6 +17,7 @@ from weft.effects import (
     Broadcast,
     Effect,
     Fence,
+    PPermute,
     Program,
     Recv,
     ReduceScatter,
@@ -97,7 +98,7 @@ class Move:
             case Fence():
                 self.require(("sent", mb, 0) in self.holds, "waits for what was not sent")
                 return not self.flies(mb)
-            case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
                 self.require(False, "is performed by stages, and not by programs")
         return True
 

@@ -15,6 +15,7 @@ from weft.effects import (
     Collective,
     Effect,
     Fence,
+    PPermute,
     Program,
     Recv,
     ReduceScatter,
@@ -145,7 +146,7 @@ def _other_peer(draw: st.DrawFn, effects: list[Effect], at: Place, case: Schedul
             effects[at.index] = attrs.evolve(at.effect, source=peer)
         case Broadcast():
             effects[at.index] = attrs.evolve(at.effect, root=peer)
-        case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+        case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             effects[at.index] = attrs.evolve(at.effect, ranks=(peer,))
         case Run() | Fence():
             pass

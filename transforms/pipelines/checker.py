@@ -30,6 +30,7 @@ from weft.effects import (
     Broadcast,
     Effect,
     Fence,
+    PPermute,
     Program,
     Recv,
     ReduceScatter,
@@ -161,7 +162,7 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
                 ok, instead = own or effect.what == "advance", f"run stage {rank}, or run advance"
             case Fence():
                 ok, instead = True, ""
-            case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
                 ok, instead = False, _COLLECTIVES
         if not ok:
             yield _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
@@ -207,7 +208,7 @@ def _needs(program: Program, effect: Effect, returning: frozenset[int], num_stag
     rank, ranks, mb = program.rank, program.num_ranks, effect.microbatch
     own = range(rank, num_stages, ranks)
     match effect:
-        case Recv() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+        case Recv() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             pass
         case Run("advance"):
             yield from (Run(f"stage {stage}", mb) for stage in own)

@@ -15,6 +15,7 @@ from weft.effects import (
     Broadcast,
     Effect,
     Fence,
+    PPermute,
     Program,
     Recv,
     ReduceScatter,
@@ -86,5 +87,5 @@ def _moved(effect: Effect, rank: int, lane: tuple[int, ...]) -> Effect:
             return attrs.evolve(effect, source=lane[source], stage=stage_sent(Step(rank, effect)))
         case Broadcast(root):
             return attrs.evolve(effect, root=lane[root], ranks=lane)
-        case Run() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+        case Run() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             return effect

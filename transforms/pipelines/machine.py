@@ -13,7 +13,7 @@ import attrs
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, impossible
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, impossible
 
 _TOGETHER = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
 
@@ -46,7 +46,7 @@ def puts(step: Step, num_ranks: int) -> tuple[Edge, ...]:
         case Broadcast(root, ranks=ranks):
             receivers = range(num_ranks) if ranks is None else ranks
             return tuple(Edge(root, rank, "returns") for rank in receivers if rank != root == step.rank)
-        case Run() | Recv() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+        case Run() | Recv() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             return ()
 
 
@@ -57,7 +57,7 @@ def takes(step: Step) -> Edge | None:
             return Edge(source, step.rank, "stages")
         case Broadcast(root):
             return Edge(root, step.rank, "returns") if root != step.rank else None
-        case Run() | Send() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+        case Run() | Send() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             return None
 
 
@@ -77,7 +77,7 @@ def stage_sent(step: Step) -> int | None:
             return step.rank if stage is None else stage
         case Recv(source, stage=stage):
             return source if stage is None else stage
-        case Run() | Broadcast() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+        case Run() | Broadcast() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             return None
 
 

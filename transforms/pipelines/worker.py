@@ -16,6 +16,7 @@ from weft.effects import (
     Broadcast,
     Effect,
     Fence,
+    PPermute,
     Recv,
     ReduceScatter,
     Run,
@@ -157,7 +158,7 @@ class Worker:
                 self.outputs[mb] = link.recv(effect)
             case Fence():
                 link.fence(effect)
-            case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
                 raise AssertionError(f"the checker refuses '{effect}' in a pipeline's program")
 
     def _placed(self, link: Link) -> AbstractContextManager[None]:

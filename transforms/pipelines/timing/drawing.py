@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.display.durations import duration, ticks, unit_of
 from weft.display.tables import COLOURS
-from weft.effects import AllGather, AllReduce, AllToAll, Broadcast, Fence, Recv, ReduceScatter, Run, Send
+from weft.effects import AllGather, AllReduce, AllToAll, Broadcast, Fence, PPermute, Recv, ReduceScatter, Run, Send
 from weft.errors import CostError
 from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.timing.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words
@@ -97,7 +97,7 @@ def _mark(event: Event) -> str:
             return "received" if root != event.rank else "sent"
         case Fence():
             return "fence"
-        case AllReduce() | AllGather() | ReduceScatter() | AllToAll():
+        case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             return "collective"
         case Run() | Send():
             return "sent"
