@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,10 +11,11 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
-from weft.meshes.collectives import AllGather, AllReduce, Collective, combine
+from weft.meshes.collectives import AllGather, AllReduce, Collective, PPermute, ReduceScatter, combine
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import Partial, Replicate, part_of
+from weft.meshes.placements import Layout, Partial, Replicate, on_axes, part_of
 from weft.ops.experts.products import run_experts
 from weft.ops.products.leaves import sum_leaves
 from weft.ops.products.linear import multiply
@@ -27,9 +29,12 @@ from weft.stages.layers import Blocks
 from weft.stages.shares import SharedRows, TensorRanks, _share_field, share_rows
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.pipelines.machine import Machine, Step
+from weft.transforms.shards.local import _Rank
 from weft.transforms.shards.shard import Parts
+from weft.transforms.shards.surroundings import ClosedOver
 
 _LOCAL, _SHARD = "weft.transforms.shards.local", "weft.transforms.shards.shard"
+_TRACING = "weft.transforms.shards.tracing"
 _SHARES, _READING = "weft.stages.shares", "weft.stages.checkpoints.reading"
 _DECODER = "weft.stages.decoder"
 
@@ -60,6 +65,41 @@ def _whole_on_every_rank(value: Tensor, placements: Any, *where: Any) -> Tensor:
     """Every rank has the whole of a partial sum."""
     layout = tuple((axis, Replicate() if own == Partial() else own) for axis, own in placements)
     return part_of(value, layout, *where)
+
+
+def _permuted_backwards(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(effect, PPermute):
+        effect = attrs.evolve(effect, pairs=tuple((to, source) for source, to in effect.pairs))
+    return combine(effect, inputs)
+
+
+def _from_the_start(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """A dimension that is counted from the end is the first one."""
+    if isinstance(effect, AllGather | ReduceScatter):
+        effect = attrs.evolve(effect, dim=max(effect.dim, 0))
+    return combine(effect, inputs)
+
+
+def _in_the_order_of_the_mesh(given: Any, mesh: Mesh, call: str) -> Layout:
+    """The first axis of the mesh cuts first, whichever is named first."""
+    return tuple(sorted(on_axes(given, mesh, call), key=lambda pair: list(mesh.sizes).index(pair[0])))
+
+
+def _read_without_gradient(self: _Rank, node: Node) -> Any:
+    """What is closed over has no derivative."""
+    value = _run(self, node)
+    return value.detach() if node.op == "get_attr" else value
+
+
+_run = _Rank._run
+
+
+def _never_changes(self: ClosedOver) -> bool:
+    return False
+
+
+def _nothing(*_: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _as_of_the_last_axis(self: Mesh, axis: str) -> int:
@@ -206,6 +246,7 @@ def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0)
 
 
 _FUNCTION, _COMMUTE = find("L22", "shards are the function"), find("L22", "commute")
+_SURROUNDINGS = find("L22", "surroundings of shards")
 _MODEL, _SAME_BITS = find("L22", "the model"), find("L22", "same bits")
 
 
@@ -218,6 +259,15 @@ SHARDS = (
     Mutant("a maximum over the ranks is a sum", _FUNCTION, replace(_LOCAL, "combine", _sums_for_any)),
     Mutant("parts are joined backwards", _FUNCTION, replace(_LOCAL, "combine", _joined_backwards)),
     Mutant("each rank has the whole of a partial sum", _FUNCTION, replace(_SHARD, "part_of", _whole_on_every_rank)),
+    Mutant("tensors are permuted backwards", _FUNCTION, replace(_LOCAL, "combine", _permuted_backwards)),
+    Mutant("a negative dimension is the first", _FUNCTION, replace(_LOCAL, "combine", _from_the_start)),
+    Mutant("the mesh says which axis cuts first", _FUNCTION, replace(_SHARD, "on_axes", _in_the_order_of_the_mesh)),
+    Mutant("what is closed over has no derivative", _SURROUNDINGS, _method(_Rank, "_run", _read_without_gradient)),
+    Mutant("a trace keeps what it closed over", _SURROUNDINGS, _method(ClosedOver, "has_changed", _never_changes)),
+    Mutant("a detached value has a gradient", _SURROUNDINGS, replace(_TRACING, "called_by_dispatcher", lambda: False)),
+    Mutant("hooks see the trace", _SURROUNDINGS, replace(_TRACING, "without_saved_tensors_hooks", _nothing)),
+    Mutant("a capture has the loops of a trace", _SURROUNDINGS, replace(_TRACING, "looping", _nothing)),
+    Mutant("a run converts for autocast again", _SURROUNDINGS, replace(_SHARD, "WithoutAutocast", _nothing)),
     Mutant("an axis is taken for the last one", _FUNCTION, _method(Mesh, "stride", _as_of_the_last_axis)),
     Mutant("each rank writes what all of them have", _FUNCTION, _method(Parts, "tensors", _not_copied)),
     Mutant("a trace is found without its shapes", _FUNCTION, replace(_SHARD, "_leaf_key", _forgets_shapes)),

@@ -1,0 +1,424 @@
+"""What a shard closes over, and what is around its calls: the results are those of the function on the whole."""
+
+import copy
+import functools
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import find
+from refusal import refused
+from torch import Tensor, func
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from weft.errors import CaptureError, MeshError
+from weft.proofs.strategies import surrounded
+from weft.transforms.shards import tracing
+from weft.transforms.shards.shard import Sharded
+
+TWO = weft.Mesh(tensor=2)
+ROWS, WHOLE = weft.Shard(0), weft.Replicate()
+X = torch.arange(4.0)
+
+
+def by_rows(f: Callable[[Tensor], Tensor]) -> Sharded:
+    """The function on two ranks that share the rows."""
+    return weft.shard(f, TWO, ROWS, ROWS)
+
+
+def weighted(weight: Any) -> Tensor:
+    """A sum over both ranks, of a function that closes over its weight."""
+    step = weft.shard(lambda x: weft.all_reduce((x * weight).sum(), "tensor"), TWO, ROWS, WHOLE)
+    result: Tensor = step(X)
+    return result
+
+
+def gradient(f: Callable[[Tensor], Tensor], x: Tensor = X) -> list[float]:
+    """By autograd."""
+    leaf = x.clone().requires_grad_()
+    f(leaf).sum().backward()
+    assert leaf.grad is not None
+    return list(leaf.grad.tolist())
+
+
+DERIVATIVES: dict[str, tuple[Callable[[], Tensor], list[float] | float]] = {
+    "grad": (lambda: func.grad(weighted)(torch.tensor(2.0)), 6),
+    "jvp": (lambda: func.jvp(weighted, (torch.tensor(2.0),), (torch.tensor(1.0),))[1], 6),
+    "vmap": (lambda: func.vmap(weighted)(torch.arange(3.0)), [0, 6, 12]),
+    "hessian": (lambda: func.hessian(lambda w: weighted(w) ** 2)(torch.tensor(2.0)), 72),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_of_what_it_closes_over(name: str) -> None:
+    derive, expected = DERIVATIVES[name]
+    assert derive().tolist() == expected
+
+
+def test_a_dual_tensor_that_it_closes_over() -> None:
+    with forward_ad.dual_level():
+        weight = forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
+        tangent = forward_ad.unpack_dual(weighted(weight)).tangent
+    assert tangent is not None
+    assert tangent.item() == 6
+
+
+def test_parameters_of_a_module_that_it_closes_over_are_trained() -> None:
+    module = torch.nn.Linear(3, 3)
+    step = by_rows(lambda x: torch.tanh(module(x)))
+    x = torch.randn(4, 3)
+    gradients = []
+    for f in (step, lambda x: torch.tanh(module(x)), step):
+        module.zero_grad()
+        f(x).square().sum().backward()
+        assert module.weight.grad is not None
+        gradients.append(module.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[2], gradients[1])
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_functional_call_replaces_what_it_closes_over(called_before: bool) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+            self.step = by_rows(self.inner)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.step(x)
+
+    net, x = Net(), torch.randn(4, 3)
+    if called_before:
+        net(x)
+    params = {name: value.detach() for name, value in net.named_parameters()}
+    seen = func.grad(lambda own: func.functional_call(net, own, (x,)).square().sum())(params)
+    for name, value in net.named_parameters():
+        expected = torch.autograd.grad(torch.tanh(net.linear(x)).square().sum(), value)[0]
+        torch.testing.assert_close(seen[name], expected)
+
+
+def test_a_trace_is_kept_as_long_as_it_finds_what_it_closes_over() -> None:
+    held: dict[str, Any] = {"inner": {"weight": torch.tensor(2.0)}}
+    step = by_rows(lambda x: x * held["inner"]["weight"])
+    with mock.patch.object(tracing, "_last_uses", wraps=tracing._last_uses) as traced:
+        for _ in range(3):
+            assert step(X).tolist() == [0, 2, 4, 6]
+        assert traced.call_count == 2  # one for each rank
+        held["inner"] = {"weight": torch.tensor(3.0)}
+        assert step(X).tolist() == [0, 3, 6, 9]
+        assert traced.call_count == 4
+
+
+@pytest.mark.parametrize("name", surrounded.HOLDERS)
+def test_a_weight_in_any_place_may_be_another_one(name: str) -> None:
+    read, write = surrounded.HOLDERS[name]()
+    step = by_rows(lambda x: x * read())
+    for value in (2.0, 2.0, 3.0):
+        write(torch.tensor(value))
+        assert step(X).tolist() == (X * value).tolist()
+    assert func.grad(lambda w: (write(w), step(X).sum())[1])(torch.tensor(1.0)).item() == 6
+    write(torch.tensor(4.0))
+    assert step(X).tolist() == (X * 4).tolist()
+
+
+def test_an_argument_of_a_partial_is_found() -> None:
+    step = weft.shard(functools.partial(torch.mul, torch.tensor(2.0)), TWO, ROWS, ROWS)
+    for _ in range(2):
+        assert step(X).tolist() == [0, 2, 4, 6]
+    assert len(step._traces) == 1
+
+
+def test_what_is_made_anew_in_each_call_is_read_anew() -> None:
+    import numpy as np
+
+    values = np.array([1.0, 2.0], dtype=np.float32)
+    step = by_rows(lambda x: x * torch.from_numpy(values))
+    assert step(torch.ones(4)).tolist() == [1, 2, 1, 2]
+    values = np.array([3.0, 4.0], dtype=np.float32)
+    assert step(torch.ones(4)).tolist() == [3, 4, 3, 4]
+
+
+DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda x: x * x.detach(),
+    "detach_": lambda x: x * (x * 3).detach_(),
+    "data": lambda x: x * x.data,
+    "a result that autograd saves": lambda x: torch.tanh(x) * x.detach(),
+    "inside a derivative": lambda x: func.grad(lambda y: (torch.tanh(y) * y.detach()).sum())(x),
+    "inside vmap": lambda x: torch.vmap(lambda y: torch.tanh(y) * y.detach())(x),
+    "inside jvp": lambda x: func.jvp(lambda y: torch.tanh(y) * y, (x,), (torch.ones_like(x),))[1],
+}
+
+
+@pytest.mark.parametrize("name", DETACHED)
+def test_a_detached_value_has_no_gradient_and_all_others_have(name: str) -> None:
+    f = DETACHED[name]
+    assert gradient(by_rows(f)) == pytest.approx(gradient(f))
+
+
+def test_a_detached_argument_is_not_the_argument() -> None:
+    x = X.clone().requires_grad_()
+    assert not by_rows(lambda x: x.detach())(x).requires_grad
+    assert by_rows(lambda x: x)(x) is x
+
+
+def test_a_state_without_gradient_may_be_written_beside_what_has_one() -> None:
+    def f(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state.add_(1), x * x
+
+    state, x = torch.zeros(4), X.clone().requires_grad_()
+    written, y = weft.shard(f, TWO, (ROWS, ROWS), (ROWS, ROWS))(state, x)
+    y.sum().backward()
+    assert written is state
+    assert state.tolist() == [1] * 4
+    assert x.grad is not None
+    assert x.grad.tolist() == (2 * X).tolist()
+
+
+def test_checkpoint_and_hooks_at_the_first_call() -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.tanh(x) * x
+
+    for reentrant in (False, True):
+        checkpointed = functools.partial(checkpoint, by_rows(f), use_reentrant=reentrant)
+        assert gradient(checkpointed) == gradient(f)
+    packed = list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        by_rows(torch.tanh)(X.clone().requires_grad_())
+    assert [x.tolist() for x in packed] == [X[:2].tanh().tolist(), X[2:].tanh().tolist()]
+
+
+def test_the_default_device_is_that_of_each_call() -> None:
+    step = by_rows(lambda x: torch.zeros(2))
+    with torch.device("meta"):
+        assert step(X).device.type == "meta"
+    assert step(X).device.type == "cpu"
+
+
+def test_autocast_that_is_off_inside_is_off() -> None:
+    def exact(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x @ x.t()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert by_rows(exact)(torch.ones(4, 2)).dtype == torch.float32
+        assert by_rows(lambda x: x @ x.t())(torch.ones(4, 2)).dtype == torch.bfloat16
+
+
+def test_first_calls_in_threads() -> None:
+    errors, start = list[BaseException](), threading.Barrier(4)
+
+    def run(step: Sharded) -> None:
+        start.wait()
+        try:
+            assert step(X).tolist() == (X.tanh() * 2).tolist()
+        except BaseException as error:
+            errors.append(error)
+
+    shared = by_rows(lambda x: torch.tanh(x) * 2)
+    for turn in range(6):
+        steps = [shared if turn % 2 else by_rows(lambda x: torch.tanh(x) * 2) for _ in range(4)]
+        threads = [threading.Thread(target=run, args=(step,)) for step in steps]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+COPIES: dict[str, Callable[[Sharded], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda step: pickle.loads(pickle.dumps(step)),
+    "torch.compile": lambda step: torch.compile(step, backend="eager"),
+    "inside torch.compile": lambda step: torch.compile(lambda x: step(x), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_and_compiled_ones_are_the_same_function(name: str) -> None:
+    step = by_rows(torch.sin)
+    for _ in range(2):  # before its first call, and after it
+        assert torch.equal(COPIES[name](step)(X), X.sin())
+        assert torch.equal(step(X), X.sin())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_collective_of_a_constant(count: int) -> None:
+    def mean(x: Tensor) -> Tensor:
+        return weft.all_reduce(x.sum(), "tensor") / weft.all_reduce(torch.tensor(float(len(x))), "tensor")
+
+    assert weft.shard(mean, weft.Mesh(tensor=count), ROWS, WHOLE)(X).item() == 1.5
+
+
+def test_a_trace_in_a_capture_is_that_of_a_plain_call() -> None:
+    def loop(x: Tensor) -> Tensor:
+        return weft.while_loop(lambda c: c.sum() < 50, lambda c: 2 * c, x, max_steps=10)
+
+    x = torch.arange(1.0, 9.0)
+    expected = by_rows(loop)(x)
+    for name in ("lower", "__call__"):
+        step = by_rows(loop)
+        getattr(weft.graphify(step), name)(x)
+        assert torch.equal(step(x), expected)
+        assert torch.equal(weft.graphify(step)(x), expected)
+
+
+class Named(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_a_subclass_of_tensor_is_refused() -> None:
+    instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
+    seen = "args[0]['x'] is a Named, a subclass of Tensor, which may redefine any operator"
+    step = weft.shard(lambda own: own["x"] * 2, TWO, ROWS, ROWS)
+    with refused(CaptureError, "weft.shard(<any>, Mesh(tensor=2), ...)", seen, instead):
+        step({"x": X.as_subclass(Named)})
+    assert step({"x": torch.nn.Parameter(X)}).tolist() == [0, 2, 4, 6]
+    weight = torch.ones(2).as_subclass(Named)
+    seen = "a tensor that it closes over is a Named, a subclass of Tensor, which may redefine any operator"
+    with refused(CaptureError, "weft.shard(<any>, ...)", seen, instead):
+        by_rows(lambda x: x * weight)(X)
+
+
+WEIGHT = torch.tensor([3.0, 4.0])
+READERS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x * WEIGHT[0].item(),
+    "tolist": lambda x: x * WEIGHT.tolist()[0],
+    "numpy": lambda x: x * float(WEIGHT.numpy()[0]),
+    "bool": lambda x: x if WEIGHT[0] > 2 else -x,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_values_of_what_it_closes_over_are_not_frozen(name: str) -> None:
+    seen = "rank 0 reads the values of a tensor<any>"
+    with refused(CaptureError, "weft.shard(<any>, ...)", seen, "torch.where, or a Python argument"):
+        by_rows(READERS[name])(X)
+
+
+def test_writes_that_no_operator_makes_are_refused() -> None:
+    def f(x: Tensor) -> Tensor:
+        x.data = x * 2
+        return x
+
+    seen = "x.data = ... on a tensor [2], which its trace would lose"
+    instead = "x.copy_(...) on an argument; or a new tensor that it returns"
+    with refused(CaptureError, "weft.shard(f, ...)", seen, instead):
+        by_rows(f)(X)
+
+
+def test_a_transform_inside_of_what_it_closes_over_is_refused() -> None:
+    weight = torch.tensor(2.0)
+
+    def derivative(x: Tensor) -> Tensor:
+        return func.grad(lambda w: (x * w**2).sum())(weight) * x
+
+    def of_a_copy(x: Tensor) -> Tensor:
+        return func.grad(lambda w: (x * w**2).sum())(weight * 1) * x
+
+    seen = "a transform of torch.func inside it, of a tensor [] that it closes over"
+    instead = "the tensor as an argument of f; or x * 1 for x in that call"
+    with refused(CaptureError, "weft.shard(derivative, ...)", seen, instead):
+        by_rows(derivative)(X)
+    assert by_rows(of_a_copy)(X).tolist() == [0, 4, 40, 60]
+
+
+def uneven(x: Tensor) -> Any:
+    """Fewer rows on the second rank."""
+    return x[: 2 - weft.axis_index("tensor")]
+
+
+def mixed(x: Tensor) -> Any:
+    """Another dtype on the second rank."""
+    return x.double() if weft.axis_index("tensor") else x
+
+
+def partly(x: Tensor) -> Any:
+    """No tensor on the second rank."""
+    return 1 if weft.axis_index("tensor") else x
+
+
+KINDS = {
+    uneven: "[2] float32 on 'cpu' on rank 0 and [1] float32 on 'cpu' on rank 1",
+    mixed: "[2] float32 on 'cpu' on rank 0 and [2] float64 on 'cpu' on rank 1",
+    partly: "[2] float32 on 'cpu' on rank 0 and no tensor on rank 1",
+}
+
+
+@pytest.mark.parametrize("placement", [ROWS, WHOLE, weft.Partial()])
+@pytest.mark.parametrize("f", KINDS)
+def test_results_of_other_kinds_are_refused(f: Any, placement: Any) -> None:
+    seen = f"result, placed as {placement}, is {KINDS[f]}"
+    instead = "the same shape and dtype on every rank: pad it, convert it; or PerRank()"
+    with refused(MeshError, f"weft.shard({f.__name__}, Mesh(tensor=2), ...)", seen, instead):
+        weft.shard(f, TWO, ROWS, placement)(X)
+    assert len(weft.shard(f, TWO, ROWS, weft.PerRank())(X)) == 2
+
+
+def test_sizes_that_depend_on_values_are_compared_in_each_call() -> None:
+    step = by_rows(lambda x: x[x > 0])
+    assert step(X + 1).tolist() == [1, 2, 3, 4]
+    with refused(MeshError, "<any>", "result, placed as Shard(0), is [1] float32 on 'cpu' on rank 0 <any>", "<any>"):
+        step(X)
+
+
+def test_a_scalar_is_no_shard() -> None:
+    seen = "result['sum'] [] is Shard(0) along 'tensor', and has no dimension 0"
+    instead = "weft.all_reduce(..., 'tensor') and Replicate(); Partial(); or x.reshape(1) for a part each"
+    step = weft.shard(lambda x: {"sum": x.sum()}, TWO, ROWS, ROWS)
+    with refused(MeshError, "weft.shard(<any>, Mesh(tensor=2), ...)", seen, instead):
+        step(X)
+
+
+def test_a_result_may_be_another_argument_on_each_rank() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return y if weft.axis_index("tensor") else x
+
+    assert weft.shard(f, TWO, (ROWS, ROWS), ROWS)(X, X + 10).tolist() == [0, 1, 12, 13]
+
+
+def test_a_result_that_is_an_argument_on_one_rank_alone_is_compared_in_each_call() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x * x if weft.axis_index("tensor") else x
+
+    step = weft.shard(f, TWO, WHOLE, WHOLE)
+    assert step(torch.ones(2)).tolist() == [1, 1]
+    with refused(MeshError, "<any>", "result is Replicate() along 'tensor', and ranks 0 and 1 <any>", "<any>"):
+        step(torch.full((2,), 3.0))
+
+
+def test_replicas_are_found_beside_results_of_other_structures() -> None:
+    def f(x: Tensor) -> Any:
+        rank = weft.axis_index("tensor")
+        return [x] * (rank + 1), x * (rank + 1)
+
+    placed = (weft.PerRank(), WHOLE)
+    with refused(MeshError, "<any>", "result[1] is Replicate() along 'tensor', and ranks 0 and 1 <any>", "<any>"):
+        weft.shard(f, TWO, ROWS, placed)(torch.ones(4))
+
+
+@pytest.mark.parametrize("placement", [ROWS, WHOLE, weft.Partial(), weft.PerRank()])
+def test_a_value_that_is_no_tensor_on_a_mesh_of_one_rank(placement: Any) -> None:
+    step = weft.shard(lambda x: (x, 3), weft.Mesh(tensor=1), ROWS, (ROWS, placement))
+    expected = (3,) if placement == weft.PerRank() else 3
+    assert step(X)[1] == expected
+
+
+@pytest.mark.parametrize("name", [*surrounded.STEPS, *surrounded.COLLECTIVE_STEPS])
+def test_every_step_is_drawn(name: str) -> None:
+    assert name in find(surrounded.surrounded_shards(), lambda case: name in case.code).code
+
+
+@pytest.mark.parametrize("first", surrounded.FIRST_CALLS)
+def test_every_first_call_is_drawn(first: str) -> None:
+    assert find(surrounded.surrounded_shards(), lambda case: case.first == first).first == first
