@@ -152,8 +152,21 @@ def _inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any
     return call
 
 
-def _kept(x: Tensor) -> Tensor:
+def _read(x: Tensor) -> Tensor:
+    """A hook that reads what autograd saves."""
+    x.sum().item()
     return x
+
+
+def _gradient(step: Any, x: Tensor) -> Tensor | None:
+    leaf = x.clone().requires_grad_()
+    step(leaf).sum().backward()
+    return leaf.grad
+
+
+def _in_hooks(step: Any, x: Tensor) -> Tensor | None:
+    with torch.autograd.graph.saved_tensors_hooks(_read, lambda saved: saved):
+        return _gradient(step, x)
 
 
 def _in_threads(step: Any, x: Tensor) -> list[Tensor]:
@@ -194,8 +207,8 @@ FIRST_CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a plain call": lambda step, x: step(x),
     "in a graph": lambda step, x: graphify(step)(x),
     "after lower": _lowered,
-    "in hooks on saved tensors": _inside(lambda: torch.autograd.graph.saved_tensors_hooks(_kept, _kept)),
-    "in checkpoint": lambda step, x: checkpoint(step, x.requires_grad_(), use_reentrant=False),
+    "in hooks on saved tensors": _in_hooks,
+    "in checkpoint": lambda step, x: _gradient(functools.partial(checkpoint, step, use_reentrant=False), x),
     "without grad": _inside(torch.no_grad),
     "in inference mode": _inside(torch.inference_mode),
     "in autocast": _inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
