@@ -104,6 +104,11 @@ def _of_module(module: nn.Module, is_registered: bool) -> Iterator[tuple[Step, A
             yield Step("attribute", name), value
 
 
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object that is entered for its attributes, and no module."""
+    return _is_plain_object(_kind(value)) and not isinstance(value, nn.Module | type)
+
+
 def _kind(value: Any) -> Any:
     """The class of a value, which a cached function takes."""
     return type(value)
@@ -302,9 +307,10 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
+        """What changed, and from what to what, after a subject such as `n of the module `."""
         if all(isinstance(value, _PLAIN) and len(repr(value)) < 40 for value in (self.before, self.after)):
-            return f"{self.path} of the module changes from {self.before!r} to {self.after!r} while it runs"
-        return f"{self.path} of the module changes while it runs"
+            return f"changes from {self.before!r} to {self.after!r} while it runs"
+        return "changes while it runs"
 
 
 class _Absent:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from weft.objects import Snapshot
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
-from weft.stages.custom.module import _ObjectTensor, from_module
+from weft.stages.custom.module import _ObjectTensor
 from weft.torchapi.private import in_plain_surroundings
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
@@ -173,7 +174,7 @@ CAPTURES = (
     Mutant(
         "what a module keeps in Python is frozen",
         _HAZARDS,
-        _beside(from_module, "_unchanged", lambda module, state: nullcontext()),
+        _method(Snapshot, "changes", lambda self, state=frozenset(): iter(())),
     ),
     Mutant(
         "the function itself takes the fast path of attention",

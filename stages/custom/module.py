@@ -328,7 +328,10 @@ def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
         before.restore()
         drawn = [generator for generator, get, put, state in draws if _differs(get(), state) and not put(state)]
     if change is not None:
-        seen, instead = f"{change}, and a replay does not repeat that", _instead_of(change, module)
+        seen, instead = (
+            f"{change.path} of the module {change}, and a replay does not repeat that",
+            _instead_of(change, module),
+        )
     elif drawn:
         seen, instead = f"a draw from {drawn[0]}, which a replay does not repeat", "a draw from torch: torch.rand(...)"
     else:

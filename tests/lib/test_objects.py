@@ -200,6 +200,6 @@ def test_what_is_said_of_a_change() -> None:
     value = Plain(0)
     before = Snapshot({"": value})
     value.inner = 6
-    assert [str(change) for change in before.changes()] == ["inner of the module changes from 0 to 6 while it runs"]
+    assert [str(change) for change in before.changes()] == ["changes from 0 to 6 while it runs"]
     value.inner = [1]
-    assert [str(change) for change in before.changes()] == ["inner of the module changes while it runs"]
+    assert [str(change) for change in before.changes()] == ["changes while it runs"]

@@ -25,7 +25,7 @@ from weft.transforms.graphs.calls.call import Call, invoke
 from weft.transforms.graphs.calls.key import OF_OTHERS
 from weft.transforms.graphs.calls.results import Outputs, make_outputs, refuse_opaque, refuse_requiring_grad
 from weft.transforms.graphs.options import Graphable
-from weft.transforms.graphs.outside import Outside
+from weft.transforms.graphs.outside import Outside, PythonState
 from weft.trees import (
     Axes,
     leaf_axes,
@@ -108,6 +108,8 @@ class Prepared:
         restored: a context that restores the donated tensors and the random generators on exit.
         rewind: restores the donated tensors for another run, inside that context: a state that counts tokens or pages
             has room for one run only.
+        refuse_changes: raises an error, which begins with a call, if the last run changed what the function keeps in
+            Python.
     """
 
     run: Callable[[], Outputs]
@@ -121,6 +123,7 @@ class Prepared:
     num_donated: int
     restored: Callable[[Audit], AbstractContextManager[None]]
     rewind: Callable[[], None]
+    refuse_changes: Callable[[str], None]
 
 
 def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool) -> Prepared:
@@ -140,6 +143,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
     likes = (*call.reference_leaves, *call.copied_leaves)
     state = SavedTensors(saved)
+    in_python = PythonState(graphable.fn)
     aliases, arguments = _aliases(originals, likes, grad), list[weakref.ref[Tensor]]()
     returned = list[weakref.ref[Tensor]]()
 
@@ -150,6 +154,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         references = tree_unflatten(own[:count], call.reference_tree)
         copied = tree_unflatten(own[count:], tree)
         containers = containers_in(references | copied)
+        in_python.begin_run()
         with torch.set_grad_enabled(grad), constant(kept):
             result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
         returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -181,6 +186,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         num_donated=call.num_donated,
         restored=restored,
         rewind=state.rewind,
+        refuse_changes=in_python.refuse_changes,
     )
 
 
@@ -249,6 +255,7 @@ def capture(
             prepared.aliases.clear()
             audit.note_returned(prepared.returned)
             external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
+            prepared.refuse_changes(audit.call)
             refuse_opaque(audit.call, recording.outputs, call)
             audit.refuse_leaks(recording.outputs.leaves)
     if not _autograd_records(external):

@@ -60,7 +60,8 @@ def graphify(
     What the function reads from outside its arguments is compared at each call as far as that is cheap: tensors that
     were given other memory, parameters of modules that were replaced, globals and nonlocals that name another object
     lead to a new capture. A change inside an object (an attribute, an entry of a dict) is not seen, because Python code
-    runs at the capture only; `verify` finds it.
+    runs at the capture only; `verify` finds it. One that the recorded run itself makes in a module or in a plain object
+    that the function names, however deep, such as a counter, is refused by its path.
 
     `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So code that skips host
     reads inside CUDA graphs skips them in captures on a CPU too.
@@ -94,8 +95,8 @@ def graphify(
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
-            shapes depend on data, seeds a random generator, keeps tensors outside, or writes to tensors that it does
-            not own; the error names the line. Also if an argument or a result cannot be part of a key: subclasses of
+            shapes depend on data, seeds a random generator, keeps tensors outside, counts in an object, or writes to
+            tensors that it does not own; the error names the line. Also if an argument or a result cannot be part of a key: subclasses of
             Tensor, arbitrary objects.
         CacheMissError: a miss after `freeze()`.
         VerificationError: a replay differs from the function itself (`verify`); it names the first operator that does.

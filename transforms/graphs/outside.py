@@ -5,7 +5,8 @@ compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the o
 nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
 function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. On the CPU
 it also compares the code and the defaults of functions. What an object holds inside (an attribute, an entry of a dict)
-is not compared; `graphify(..., verify=n)` finds such changes.
+is not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are
+refused at the capture (`PythonState`).
 """
 
 import dis
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.errors import CaptureError
+from weft.objects import Snapshot, is_plain_object
 from weft.torchapi.private import innermost_storage_id, storage_id
 from weft.value_keys import value_key
 
@@ -101,6 +104,42 @@ class Outside:
         return self.holds is not None and not self.holds() and bool(self.change())
 
 
+class PythonState:
+    """What a function keeps in Python, in the modules and the plain objects that it names, however deep. A capture
+    freezes it, so it may not change in the run that is recorded.
+
+    Args:
+        fn: the function.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        names = _Names()
+        names.read(fn)
+        self._roots = names.roots
+        parts = (part for root in self._roots.values() if isinstance(root, nn.Module) for part in root.modules())
+        self._registered = {id(part) for part in parts}
+        self._first = self._last = self._snapshot()
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._roots, self._registered)
+
+    def begin_run(self) -> None:
+        """Note what there is, before a run."""
+        self._last = self._snapshot()
+
+    def refuse_changes(self, call: str) -> None:
+        """Raise CaptureError, and put back what there was before the first run, if the last run changed a value.
+        Tensors that it keeps are for the audit to refuse."""
+        for change in self._last.changes():
+            if isinstance(change.before, Tensor) or isinstance(change.after, Tensor):
+                continue
+            self._first.restore()
+            seen = f"{change.path} {change}, and a replay does not repeat that"
+            instead = "a tensor in its place, which the function takes as an argument and returns (for what a module "
+            instead += "holds: weft.stages.from_module)"
+            raise CaptureError(call, seen, instead)
+
+
 def _is_equal(value: Any, captured: Any) -> bool:
     """Whether a name still stands for the same object, or for an equal plain value."""
     if value is captured:
@@ -128,6 +167,7 @@ class _Names:
         self.cells: list[types.CellType] = []
         self.contents: list[Any] = []
         self.functions: list[types.FunctionType] = []
+        self.objects: dict[str, Any] = {}
         self._modules: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
 
@@ -143,6 +183,7 @@ class _Names:
         elif isinstance(value, functools.partial):
             self.read(value.func, label)
         elif isinstance(value, types.MethodType):
+            self._note_object(label or type(value.__self__).__name__, value.__self__)
             self.read(value.__self__, label)
             self.read(value.__func__, label)
         elif isinstance(value, types.FunctionType):
@@ -150,6 +191,7 @@ class _Names:
         elif isinstance(inner := getattr(value, "__dict__", {}).get("__wrapped__"), types.FunctionType | nn.Module):
             self.read(inner, label)  # such as a graphified function
         elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+            self._note_object(label or type(value).__name__, value)
             self.read(call, label)
 
     def _read_function(self, function: types.FunctionType) -> None:
@@ -159,6 +201,8 @@ class _Names:
         read, bound = _names_in(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if (held := _held_by(cell)) is not cell:
+                if not own:
+                    self._note_object(name, held)
                 if not own and name not in bound:
                     self.cell_labels.append(f"{name}, a nonlocal of {function.__name__},")
                     self.cells.append(cell)
@@ -167,6 +211,7 @@ class _Names:
         for name in () if own else read - bound:
             held = function.__globals__.get(name)
             self._note(f"{name}, a global of {function.__name__},", function.__globals__, name)
+            self._note_object(name, held)
             if not isinstance(held, types.ModuleType | type | types.BuiltinFunctionType):
                 self.read(held, name)
 
@@ -181,6 +226,15 @@ class _Names:
                         if value is not None and innermost_storage_id(value) not in storages:
                             continue
                         self._note(".".join(filter(None, (label, path, name))), names, name)
+
+    def _note_object(self, label: str, value: Any) -> None:
+        if is_plain_object(value):
+            self.objects.setdefault(label, value)
+
+    @property
+    def roots(self) -> dict[str, Any]:
+        """The modules and the plain objects that the functions name."""
+        return self._modules | self.objects
 
     def _note(self, label: str, mapping: dict[str, Any], key: str) -> None:
         self.labels.append(label)

@@ -1,0 +1,147 @@
+"""The page's recipe of a decoder and its cache, over architectures drawn from transformers' own mapping: the logits of
+a graph are those of the module without one, or weft refuses it by name."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from pages import ROOT, blocks
+from torch import Tensor, nn
+
+from weft.donation import clone
+from weft.errors import CaptureError, WeftError
+from weft.stages.custom.module import from_module
+from weft.transforms.graphs.graphify import graphify
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KINDS = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MOST = 2_000_000
+"""Parameters of the largest model that is built: some configurations name their sizes otherwise."""
+LENGTH = 24
+
+
+def recipe() -> type[nn.Module]:
+    """The page's class, which returns logits."""
+    page = ROOT / "proofs" / "pages" / "your_modules.md"
+    code = next(block.code for block in blocks(page, "python") if "class Decoder" in block.code)
+    definitions = code[: code.index("\nconfig = ")].replace(".argmax(-1)", "")
+    names: dict[str, Any] = {"torch": torch, "nn": nn}
+    exec(compile(definitions, str(page), "exec"), names)
+    found: type[nn.Module] = names["Decoder"]
+    return found
+
+
+def built(kind: str, **more: Any) -> Any:
+    """A small random model; None if it is none with these sizes, or cannot run with the recipe's cache."""
+    try:
+        config = transformers.AutoConfig.for_model(kind, **SIZES, **more)
+        with torch.device("meta"):
+            shape = transformers.AutoModelForCausalLM.from_config(config)
+        if sum(p.numel() for p in shape.parameters()) > MOST:
+            return None
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        return recipe()(model, 1, LENGTH)
+    except Exception:  # each architecture has its own reasons
+        return None
+
+
+def logits(decoder: nn.Module, graph: bool) -> Tensor:
+    """The logits after a prompt, and after each of some tokens, beyond a window of 5."""
+    made = from_module(decoder)
+    for name, tensor in made.state.items():
+        if name.startswith("cache."):
+            tensor.zero_()
+    step, state = graphify(made.stage) if graph else made.stage, clone(made.state)
+    found = []
+    for ids in ([[3, 4, 5, 6, 7, 8]], [[9]], [[10]], [[11]], [[12]]):
+        state, out = step(made.params, state, torch.tensor(ids), None)
+        found.append(out)
+    return torch.cat(found)
+
+
+def outcome(kind: str, **more: Any) -> str:
+    """`equal`, the name of weft's error, or `none`. Raises AssertionError for other logits."""
+    if (eager := built(kind, **more)) is None:
+        return "none"
+    try:
+        wanted = logits(eager, graph=False)
+    except WeftError as error:
+        return type(error).__name__
+    except Exception:  # transformers refuses this cache
+        return "none"
+    try:
+        seen = logits(built(kind, **more), graph=True)
+    except WeftError as error:
+        return type(error).__name__
+    torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    return "equal"
+
+
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(KINDS), st.sampled_from(({}, {"sliding_window": 5})))
+def test_any_decoder_with_a_cache_is_itself_or_refused(kind: str, more: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assume(outcome(kind, **more) != "none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 5}),
+        (
+            "gemma3_text",
+            {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+        ),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    ],
+)
+def test_these_are_equal(kind: str, more: dict[str, Any]) -> None:
+    assert outcome(kind, **more) == "equal"
+
+
+def test_a_cache_that_counts_in_python_is_refused_by_the_path_of_its_counter() -> None:
+    """Without the layers that the recipe puts in its place: graphs of such a cache gave other logits."""
+
+    class Plain(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+            self.cache = transformers.StaticCache(model.config, max_cache_len=LENGTH)
+            with torch.no_grad():
+                model(torch.zeros(1, 2, dtype=torch.long), past_key_values=self.cache)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            found: Tensor = self.model(ids, past_key_values=self.cache).logits
+            return found
+
+    config = transformers.MistralConfig(**SIZES, sliding_window=5)
+    made = from_module(Plain(transformers.MistralForCausalLM(config).eval().requires_grad_(False)))
+    assert {"cache.layers[0].keys", "cache.layers[1].values"} <= made.state.keys()
+    with pytest.raises(CaptureError) as error:
+        graphify(made.stage)(made.params, made.state, torch.tensor([[3, 4]]), None)
+    assert error.value.seen == (
+        "cache.layers[0].cumulative_length_int of the module changes from 2 to 4 while it runs, and a replay does not "
+        "repeat that"
+    )
+    assert error.value.instead == (
+        "a tensor in its place, torch.tensor(2), which is then part of the state; if it is set only once, run the "
+        "module before"
+    )
