@@ -11,8 +11,8 @@ from torch import Tensor
 
 import weft
 from weft.errors import CaptureError, ProgramError
-from weft.proofs.laws import loops_are_python_loops
-from weft.proofs.strategies import Loop, loops
+from weft.proofs.laws import loop_bodies_are_pythons, loops_are_python_loops
+from weft.proofs.strategies import Loop, LoopBody, loop_bodies, loops
 from weft.torchapi.conditional_nodes import why_unavailable
 from weft.transforms.graphs.backends.loops import Rehearsal
 from weft.transforms.graphs.backends.while_nodes import WhileNodes
@@ -64,6 +64,13 @@ def test_one_graph_is_the_python_loop_for_any_number_of_steps(device: str, most:
 @given(loop=loops())
 def test_any_loop_is_the_python_loop_and_scan_with_a_done_flag(device: str, loop: Loop) -> None:
     loops_are_python_loops(loop, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=25)
+@given(loop=loop_bodies())
+def test_any_body_runs_as_in_the_python_loop_or_is_refused(device: str, loop: LoopBody) -> None:
+    loop_bodies_are_pythons(loop, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -207,6 +214,245 @@ def test_a_listing_has_one_step() -> None:
     listing = graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x)).lower(torch.ones(2)).as_text()
     assert listing.count("aten::mul") == 1
     assert isinstance(Rehearsal.unable, type(None))
+
+
+def counted(body: Callable[[Any], Any], x: Tensor, bound: Any, max_steps: int | None = None) -> Tensor:
+    """The last `x` of a loop on (x, counter)."""
+    start = x, torch.zeros((), dtype=torch.int64)
+    last: Tensor = while_loop(lambda c: c[1] < bound, lambda c: (body(c), c[1] + 1), start, max_steps=max_steps)[0]
+    return last
+
+
+@pytest.mark.parametrize("index", [("i",), (..., "i"), (None, "i", slice(None)), (0, "i"), ("i", "i"), (-1, ..., "i")])
+def test_an_index_by_the_counter_is_a_gather(index: Any) -> None:
+    table = torch.arange(9.0).view(3, 3)
+
+    def read(c: Any) -> Tensor:
+        return c[0] + table[tuple(c[1] if part == "i" else part for part in index)].sum()
+
+    def written(c: Any) -> Tensor:
+        x = c[0].clone()
+        x[tuple(c[1] if part == "i" else part for part in index)] += 1
+        return x
+
+    for body, x in ((read, torch.zeros(())), (written, table)):
+        graph = graphify(lambda x, bound, body=body: counted(body, x, bound))
+        for bound in (0, 3, 1, 2):
+            assert graph(x, torch.tensor(bound)).tolist() == counted(body, x, bound).tolist()
+        assert graph.cache_info().captures == 1
+
+
+def test_an_index_beyond_the_end_raises() -> None:
+    graph = graphify(lambda x, bound: counted(lambda c: c[0] + x[c[1]], torch.zeros(()), bound))
+    assert graph(X, torch.tensor(2)).item() == 2.0
+    with pytest.raises(IndexError):
+        graph(X, torch.tensor(3))
+
+
+LAYOUTS: dict[str, Tensor] = {
+    "dense": torch.arange(4.0).view(2, 2),
+    "transposed": torch.arange(4.0).view(2, 2).t(),
+    "with gaps": torch.arange(8.0).view(2, 4)[:, ::2],
+    "expanded": torch.arange(2.0).expand(2, 2),
+    "conjugate": (torch.arange(4.0).view(2, 2) * 1j).conj(),
+    "negative": (torch.arange(4.0).view(2, 2) * 1j).conj().imag,
+    "channels last": torch.arange(16.0).view(1, 4, 2, 2).contiguous(memory_format=torch.channels_last),
+}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "conj": torch.conj,
+    "a negative view": lambda x: x.conj().imag + 0 * x if x.is_complex() else torch._neg_view(x),
+    "mT": lambda x: x.mT,
+    "contiguous": lambda x: x.contiguous(),
+    "a flip": lambda x: x.flip(0).mT,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_carry_keeps_its_layout(layout: str, view: str) -> None:
+    """Its values are those of the Python loop, and its strides are the same in every way to run it."""
+
+    def run(x: Tensor, bound: Tensor) -> Tensor:
+        return counted(lambda c: VIEWS[view](c[0]).to(c[0].dtype), x, bound, 4)
+
+    graph, x = graphify(run), LAYOUTS[layout]
+    in_python = x
+    for bound in range(4):
+        results = {"eager": run(x, torch.tensor(bound)), "graph": graph(x, torch.tensor(bound))}
+        for result in results.values():
+            assert torch.equal(result, in_python)
+        if view != "a negative view":  # of which torch's `vmap` has no rule
+            rows = torch.func.vmap(run, in_dims=(None, 0))(x, torch.tensor([bound, 3]))
+            assert torch.equal(rows[0], in_python)
+        kinds = {(result.stride(), result.is_conj(), result.is_neg()) for result in results.values()}
+        assert len(kinds) == 1
+        assert kinds.pop()[1:] == (False, False)
+        in_python = VIEWS[view](in_python).to(x.dtype)
+
+
+def test_a_result_is_new_memory() -> None:
+    """It is neither what the loop starts from, nor what the body closes over, nor another part of the result."""
+    w = torch.ones(2)
+
+    def run(x: Tensor, bound: Tensor) -> Any:
+        start = x * 1
+        loop = (start, start, x, torch.zeros((), dtype=torch.int64))
+        a, b, c, _ = while_loop(lambda c: c[3] < bound, lambda c: (c[1], c[0], w, c[3] + 1), loop)
+        start.add_(100)
+        a.add_(7)
+        return a, b, c
+
+    graph = graphify(run)
+    for bound in (0, 1, 2):
+        for call in (run, graph):
+            assert [y.tolist() for y in call(X, torch.tensor(bound))] == [[8.0] * 2, [1.0] * 2, [1.0] * 2]
+    assert w.tolist() == [1.0, 1.0]
+
+
+def test_a_constant_in_the_carry_stays() -> None:
+    def run(x: Tensor) -> Any:
+        return while_loop(lambda c: c[0].sum() < 9, lambda c: (c[0] * c[1] + 1, *c[1:]), (x, 3, "a", None))
+
+    for call in (run, graphify(run)):
+        last, *constants = call(X)
+        assert last.tolist() == [13.0, 13.0]
+        assert constants == [3, "a", None]
+
+
+def test_a_body_that_takes_its_carry_swaps_the_halves_of_a_storage() -> None:
+    @weft.donates("carry")
+    def swap(carry: Any) -> Any:
+        left, right, count = carry
+        return right, left, count.add_(1)
+
+    def run(state: Tensor, count: Tensor, bound: Tensor) -> Any:
+        left, right, _ = while_loop(lambda c: c[2] < bound, swap, (state[:2], state[2:], count))
+        return torch.cat([left, right])
+
+    graph = graphify(run, donate_argnames=("state", "count"))
+    for bound in range(4):
+        for call in (run, graph):
+            halves = call(torch.arange(4.0), torch.tensor(0), torch.tensor(bound))
+            assert halves.tolist() == ([2.0, 3.0, 0.0, 1.0] if bound % 2 else [0.0, 1.0, 2.0, 3.0])
+
+
+def test_a_body_that_lends_its_result() -> None:
+    body = graphify(lambda c: (c[0] * 2, c[1] + 1), outputs="borrow")
+    start = X, torch.zeros((), dtype=torch.int64)
+    with weft.check_borrowed():
+        first = while_loop(lambda c: c[1] < 3, body, start)[0]
+        second = while_loop(lambda c: c[1] < 3, body, (X * 3, start[1]))[0]
+        assert (first.tolist(), second.tolist()) == ([8.0, 8.0], [24.0, 24.0])
+    masked = torch.func.vmap(lambda bound: while_loop(lambda c: c[1] < bound, body, start, max_steps=5)[0])
+    assert masked(torch.tensor([3, 0])).tolist() == [[8.0, 8.0], [1.0, 1.0]]
+
+
+@torch.library.custom_op("loop_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_an_operator_that_draws_nothing_may_be_in_a_loop() -> None:
+    heads = torch.ones(1, 1, 2, 4)
+    bodies: list[tuple[Callable[[Any], Tensor], Tensor]] = [
+        (lambda c: twice(c[0]), X),
+        (lambda c: c[0] + torch.nn.functional.scaled_dot_product_attention(c[0], c[0], c[0]), heads),
+        (lambda c: torch.nn.functional.dropout(c[0], 0.5, training=False), X),
+    ]
+    for body, x in bodies:
+        graph = graphify(lambda x, bound, body=body: counted(body, x, bound))
+        for bound in (0, 3):
+            torch.testing.assert_close(graph(x, torch.tensor(bound)), counted(body, x, bound))
+
+
+def root(c: Tensor, w: Tensor) -> Tensor:
+    return torch.sqrt(c - 1) * w
+
+
+def roots(x: Tensor, w: Tensor, max_steps: int | None = 8) -> Tensor:
+    """A loop whose body has no derivative where `cond_fun` does not hold."""
+    made: Tensor = while_loop(lambda c: c > 1.5, lambda c: root(c, w), x, max_steps=max_steps)
+    return made
+
+
+@pytest.mark.parametrize("starts", [[8.0, 20.0], [8.0, 0.5], [0.3, 0.5]], ids=str)
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_steps_past_the_end_have_no_derivative(starts: list[float], argnum: int) -> None:
+    w, xs = torch.tensor(1.2), torch.tensor(starts)
+    derive = torch.func.grad(roots, argnums=argnum)
+    expected = [derive(x, w).item() for x in xs]  # the Python loop
+    assert all(map(torch.isfinite, torch.tensor(expected)))
+    rows = torch.func.vmap(derive, in_dims=(0, None))
+    seconds = torch.func.vmap(torch.func.grad(derive, argnums=argnum), in_dims=(0, None))
+    for result in (rows(xs, w), graphify(rows)(xs, w), torch.stack([graphify(derive)(x, w) for x in xs])):
+        assert result.tolist() == pytest.approx(expected)
+    assert torch.isfinite(seconds(xs, w)).all()
+
+
+def test_rows_past_the_end_run_the_body_where_it_can_run() -> None:
+    table = torch.arange(5.0)
+
+    def run(first: Tensor, bound: Tensor) -> Tensor:
+        start = torch.zeros(()), first
+        body = lambda c: (c[0] + table.index_select(0, c[1][None])[0], c[1] + 1)  # noqa: E731
+        made: Tensor = while_loop(lambda c: c[1] < bound, body, start, max_steps=9)[0]
+        return made
+
+    rows = torch.func.vmap(run)
+    nested = torch.func.vmap(rows)
+    firsts, bounds = torch.tensor([0, 9, 3, 5]), torch.tensor([5, 2, 5, 5])
+    expected = [10.0, 0.0, 7.0, 0.0]
+    assert rows(firsts, bounds).tolist() == graphify(rows)(firsts, bounds).tolist() == expected
+    assert nested(firsts.view(2, 2), bounds.view(2, 2)).flatten().tolist() == expected
+
+
+def test_rows_end_with_the_last_of_them() -> None:
+    steps = []
+
+    def body(c: Any) -> Tensor:
+        steps.append(1)
+        return c[0] + 1
+
+    torch.func.vmap(lambda bound: counted(body, torch.zeros(()), bound, 50))(torch.tensor([2, 4]))
+    assert len(steps) == 4
+
+
+def test_autograd_inside_a_graph() -> None:
+    def derivative(x: Tensor, max_steps: int | None) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = while_loop(lambda c: c < 100, lambda c: c * c, x, max_steps=max_steps)
+        return torch.autograd.grad(y, x)[0]
+
+    three = torch.tensor(3.0)
+    assert graphify(lambda x: derivative(x, 9))(three).item() == derivative(three, None).item()
+    with pytest.raises(CaptureError, match="a derivative of its result in a graph, which repeats the loop"):
+        graphify(lambda x: derivative(x, None))(three)
+
+
+@pytest.mark.parametrize("first", ["the graph", "the listing", "the estimate", "the function"])
+def test_a_loop_on_ranks(first: str) -> None:
+    mesh, rows = weft.Mesh(d=2), weft.Shard(0)
+    x = torch.arange(1.0, 9.0)
+    ranks = weft.shard(lambda x: while_loop(lambda c: c.sum() < 50, lambda c: 2 * c, x, max_steps=10), mesh, rows, rows)
+    graph = graphify(ranks)
+    if first == "the listing":
+        graph.lower(x).as_text()
+    elif first == "the estimate":
+        graph.memory_estimate(x)
+    calls = [graph, ranks] if first != "the function" else [ranks, graph]
+    for call in calls:
+        assert call(x).tolist() == [8.0, 16.0, 24.0, 32.0, 10.0, 12.0, 14.0, 16.0]
+
+
+def test_checkpoint_of_a_loop() -> None:
+    x = torch.tensor(3.0, requires_grad=True)
+    kept = torch.utils.checkpoint.checkpoint(
+        lambda x: while_loop(lambda c: c < 100, lambda c: c * x, x), x, use_reentrant=False
+    )
+    kept.backward()
+    assert x.grad is not None
+    assert x.grad.item() == 5 * 3.0**4
 
 
 X = torch.ones(2)
