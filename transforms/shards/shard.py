@@ -308,7 +308,9 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
 
     Args:
         f: a pure function of tensors, and of trees of them. It is traced once for each rank and signature, and again
-            when a tensor or a number that it reads by name is another one.
+            when a tensor or a number that it reads by name is another one. Tensors that it closes over have
+            derivatives, as arguments have. One that is found neither by a name nor inside an object, or that a
+            transform of torch.func has wrapped, makes each call a trace.
         mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh` with names.
         in_placements: a tuple with a placement for each argument; one that is not a tuple holds for every argument. A
             placement is `Shard(dim)`, `Replicate()` or `Partial()`, of weft or of `torch.distributed.tensor`. On a mesh
@@ -323,11 +325,11 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
         it runs, and the collectives between them, checked before anything runs.
 
     Raises:
-        MeshError: placements that do not fit the mesh, or the arguments; or a result that is placed as `Replicate()`,
-            and of which ranks have different values.
+        MeshError: placements that do not fit the mesh, the arguments or the results; results of other shapes or dtypes
+            on other ranks; or a result that is placed as `Replicate()`, and of which ranks have different values.
         ProgramError: ranks that do not run the same collectives in the same order.
         CaptureError: a function that reads the values of tensors, writes one in place that is no argument, or draws
-            random numbers.
+            random numbers; or a tensor of a subclass of `torch.Tensor`.
 
     >>> import torch, weft
     >>> def mlp(params, x):  # columns of `up` and rows of `down`: one sum over the ranks

@@ -348,3 +348,14 @@ def test_the_encoding_of_a_tokenizer_is_split() -> None:
     cut = split(batch, 4)
     assert [type(part) for part in cut] == [transformers.BatchEncoding] * 4
     assert_equal(LAW, torch.cat([part["input_ids"] for part in cut]), X.long())
+
+
+def test_a_list_beside_tensors() -> None:
+    """A list of tensors is a tree, however long it is. One of Python values goes to all, if it cannot be rows."""
+    two = torch.arange(2)
+    cut = split({"x": two, "both": [two, two + 1], "names": ["a", "b", "c"]}, 2)
+    assert [part["names"] for part in cut] == [["a", "b", "c"]] * 2
+    assert [[x.tolist() for x in part["both"]] for part in cut] == [[[0], [1]], [[1], [2]]]
+    seen = "['both'][1] is a list of 2 Python values, as many as there are rows"
+    with refused(DescriptorError, "split(<dict>, 2)", seen, "a tensor; or a tuple, if every part takes all of it"):
+        split({"x": two, "both": [two, ["a", "b"]]}, 2)
