@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Self, TypeVar
 
 import attrs
 import torch
@@ -12,10 +12,24 @@ from torch import Tensor
 from weft.batch import EMBEDDED
 from weft.display.summary import Summarized
 from weft.errors import RequestError
-from weft.ops.sampling.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
+from weft.ops.sampling.logits import (
+    ALLOWED,
+    BIAS,
+    FILTERS,
+    FLOATS,
+    IN_PROMPT,
+    INTS,
+    MOST_COUNTED,
+    PENALTIES,
+    STOPS,
+    Rules,
+    pack_bits,
+)
 from weft.sampling import SamplingParams
 from weft.torchapi.private import to_device
 from weft.trees import pytree
+
+T = TypeVar("T")
 
 _LEAST_TOP_P = 1e-30
 """A smaller share of the probability may be 0 in float32; it also keeps the likeliest token."""
@@ -30,8 +44,8 @@ class SamplingTable(Summarized):
     on others the width is 0. The parts that a row does not use (`FEATURES`) may hold anything.
 
     Args:
-        floats: [rows, 6] float32; columns are named in `weft.ops.sampling.logits`.
-        ints: [rows, 4] int64, likewise.
+        floats: [rows, len(FLOATS)] float32, whose columns `weft.ops.sampling.logits` names.
+        ints: [rows, len(INTS)] int64, likewise.
         allowed: [rows, ceil(vocab_size / 32)] int32, a bit for each token that may be drawn.
         stops: the same for tokens that end the request.
         bias_ids: [rows, max_biased] int32; -1 is no token.
@@ -56,8 +70,8 @@ class SamplingTable(Summarized):
             return torch.zeros(num_rows, width, dtype=dtype, device=device)
 
         return cls(
-            zeros(6, torch.float32),
-            zeros(4, torch.int64),
+            zeros(len(FLOATS), torch.float32),
+            zeros(len(INTS), torch.int64),
             zeros(words, torch.int32),
             zeros(words, torch.int32),
             zeros(biased, torch.int32),
@@ -108,9 +122,10 @@ def write_rows(
     device = table.floats.device
     index = to_device(torch.tensor(rows, dtype=torch.int64), device)
     # The user's default dtype and device may be others.
-    floats = torch.tensor([_floats(each) for each in params], dtype=torch.float32, device="cpu").reshape(-1, 6)
-    all_ints = [_ints(each, len(prompt)) for each, prompt in zip(params, prompts, strict=True)]
-    ints = torch.tensor(all_ints, dtype=torch.int64, device="cpu").reshape(-1, 4)
+    float_rows = [_in_order(FLOATS, _floats(each)) for each in params]
+    int_rows = [_in_order(INTS, _ints(each, len(prompt))) for each, prompt in zip(params, prompts, strict=True)]
+    floats = torch.tensor(float_rows, dtype=torch.float32, device="cpu").reshape(-1, len(FLOATS))
+    ints = torch.tensor(int_rows, dtype=torch.int64, device="cpu").reshape(-1, len(INTS))
     table.floats[index], table.ints[index] = to_device(floats, device), to_device(ints, device)
     if table.vocab_size:
         for row, each, prompt, own in zip(rows, params, prompts, generated, strict=True):
@@ -133,15 +148,31 @@ def _row_fault(
     return None
 
 
-def _floats(params: SamplingParams) -> list[float]:
-    # 0.0 - log is 0.0 where the log is 0.0; a negated log would be -0.0, which has other bits.
-    margin = 0.0 - math.log(params.min_p) if params.min_p else math.inf
-    penalties = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
-    return [float(x) for x in (params.temperature, max(params.top_p, _LEAST_TOP_P), margin, *penalties)]
+def _in_order(columns: Sequence[str], values: Mapping[str, T]) -> list[T]:
+    """The values of a row's columns, which must be exactly these."""
+    assert values.keys() == {*columns}, f"a row of {sorted(values)}, and columns {columns}"
+    return [values[name] for name in columns]
 
 
-def _ints(params: SamplingParams, prompt_len: int) -> list[int]:
-    return [params.seed or 0, features(params), params.top_k, prompt_len + params.min_tokens]
+def _floats(params: SamplingParams) -> dict[str, float]:
+    return {
+        "temperature": float(params.temperature),
+        "top_p": max(float(params.top_p), _LEAST_TOP_P),
+        # 0.0 - log is 0.0 where the log is 0.0; a negated log would be -0.0, which has other bits.
+        "margin": 0.0 - math.log(params.min_p) if params.min_p else math.inf,
+        "repetition": float(params.repetition_penalty),
+        "frequency": float(params.frequency_penalty),
+        "presence": float(params.presence_penalty),
+    }
+
+
+def _ints(params: SamplingParams, prompt_len: int) -> dict[str, int]:
+    return {
+        "seed": params.seed or 0,
+        "features": features(params),
+        "top_k": params.top_k,
+        "min_len": prompt_len + params.min_tokens,
+    }
 
 
 def _write_wide(

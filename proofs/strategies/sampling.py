@@ -1,7 +1,9 @@
 """Sampling parameters of requests: each at its default, or any value that a model of that vocabulary can serve."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from hypothesis import strategies as st
 
 from weft.sampling import SamplingParams
@@ -15,6 +17,39 @@ _CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": st.sampled_from((-0.5, 1.5)),
     "min_tokens": st.integers(1, 4),
 }
+ALWAYS = ("temperature", "seed", "stop_token_ids")
+"""The fields that `sampling_params` draws for each request."""
+ON_HOST: Mapping[str, str] = {
+    "bad_words": "becomes a mask of each step, or bad_token_ids",
+    "stop": "ends a text, which the host has",
+    "include_stop_str_in_output": "ends a text",
+    "ignore_eos": "chooses the stop_token_ids of a request",
+    "logprobs": "how many the host reads",
+    "prompt_logprobs": "how many the host reads",
+    "skip_special_tokens": "what is in a text",
+    "detokenize": "whether there is a text",
+    "n": "the number of requests",
+}
+"""The fields that do not reach the table of sampling parameters, each with its reason."""
+
+
+def choices(vocab_size: int) -> dict[str, st.SearchStrategy[Any]]:
+    """For each field of a request that its logits may follow, but those in `ALWAYS`, values that are no default."""
+    tokens = _tokens(vocab_size)
+    return _CHOICES | {
+        "logit_bias": st.dictionaries(st.integers(0, vocab_size - 1), st.floats(-9, 9, width=32), max_size=4),
+        "allowed_token_ids": tokens.map(lambda ids: [*ids, *range(vocab_size // 2)]),
+        "bad_token_ids": tokens,
+    }
+
+
+def _tokens(vocab_size: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=vocab_size // 6, unique=True)
+
+
+def fields_not_drawn(kind: type = SamplingParams) -> set[str]:
+    """The fields that no strategy draws, and of which nothing says that they are the host's alone."""
+    return {field.name for field in attrs.fields(kind)} - {*choices(12), *ALWAYS, *ON_HOST}
 
 
 @st.composite
@@ -23,14 +58,9 @@ def sampling_params(draw: st.DrawFn, vocab_size: int, greedy: bool = True) -> Sa
 
     At most four tokens have a bias, and at least half of the tokens can always be drawn.
     """
-    tokens = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=vocab_size // 6, unique=True)
-    choices = _CHOICES | {
-        "logit_bias": st.dictionaries(st.integers(0, vocab_size - 1), st.floats(-9, 9, width=32), max_size=4),
-        "allowed_token_ids": tokens.map(lambda ids: [*ids, *range(vocab_size // 2)]),
-        "bad_token_ids": tokens,
-    }
-    names = draw(st.one_of(st.just([]), st.lists(st.sampled_from(sorted(choices)), unique=True)))
-    drawn = {name: draw(choices[name]) for name in names}
+    values = choices(vocab_size)
+    names = draw(st.one_of(st.just([]), st.lists(st.sampled_from(sorted(values)), unique=True)))
+    drawn = {name: draw(values[name]) for name in names}
     temperature = draw(st.sampled_from((0.0, 0.7, 1.0) if greedy else (0.7, 1.0, 1.5)))
     seed = draw(st.integers(-(2**63), 2**63 - 1))
-    return SamplingParams(temperature=temperature, seed=seed, stop_token_ids=draw(tokens), **drawn)
+    return SamplingParams(temperature=temperature, seed=seed, stop_token_ids=draw(_tokens(vocab_size)), **drawn)

@@ -12,11 +12,13 @@ import attrs
 import torch
 from torch import Tensor
 
-TEMPERATURE, TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE = range(6)
-"""Columns of a table's `floats`. The margin is -log(min_p), the largest distance from the best scaled logit."""
+FLOATS = ("temperature", "top_p", "margin", "repetition", "frequency", "presence")
+"""The columns of a table's `floats`. The margin is -log(min_p), the largest distance from the best scaled logit."""
+TEMPERATURE, TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE = map(FLOATS.index, FLOATS)
 
-SEED, FEATURES, TOP_K, MIN_LEN = range(4)
-"""Columns of a table's `ints`."""
+INTS = ("seed", "features", "top_k", "min_len")
+"""The columns of a table's `ints`."""
+SEED, FEATURES, TOP_K, MIN_LEN = map(INTS.index, INTS)
 
 PENALTIES, BIAS, ALLOWED, STOPS, FILTERS = 1, 2, 4, 8, 16
 """Bits of the features that a request uses. The parameters of other features are not read."""

@@ -35,6 +35,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 _TEMPERATURE, _TOP_P, _MARGIN = (tl.constexpr(x) for x in (names.TEMPERATURE, names.TOP_P, names.MARGIN))
 _REPETITION, _FREQUENCY = tl.constexpr(names.REPETITION), tl.constexpr(names.FREQUENCY)
 _PRESENCE = tl.constexpr(names.PRESENCE)
+_NUM_FLOATS, _NUM_INTS = tl.constexpr(len(names.FLOATS)), tl.constexpr(len(names.INTS))
 _SEED, _FEATURES, _TOP_K, _MIN_LEN = (tl.constexpr(x) for x in (names.SEED, names.FEATURES, names.TOP_K, names.MIN_LEN))
 _PENALTIES, _BIAS, _ALLOWED, _STOPS, _FILTERS = (
     tl.constexpr(x) for x in (names.PENALTIES, names.BIAS, names.ALLOWED, names.STOPS, names.FILTERS)
@@ -64,11 +65,11 @@ def _adjust(
     x += bias
     if used & _PENALTIES:
         count = tl.load(counts + row * vocab + columns, mask=inside, other=0).to(tl.int32)
-        penalty = tl.load(floats + row * 6 + _REPETITION) + tl.zeros_like(x)
+        penalty = tl.load(floats + row * _NUM_FLOATS + _REPETITION) + tl.zeros_like(x)
         x = tl.where(count != 0, tl.where(x < 0, x * penalty, tl.math.div_rn(x, penalty)), x)
         generated = (count & _MOST_COUNTED).to(tl.float32)
-        x -= tl.load(floats + row * 6 + _FREQUENCY) * generated
-        x -= tl.where(generated > 0, tl.load(floats + row * 6 + _PRESENCE), 0.0)
+        x -= tl.load(floats + row * _NUM_FLOATS + _FREQUENCY) * generated
+        x -= tl.where(generated > 0, tl.load(floats + row * _NUM_FLOATS + _PRESENCE), 0.0)
     return x
 
 
@@ -142,11 +143,11 @@ def _process_kernel(
     row = tl.load(rows + request)
     is_padding = row < 0
     row = tl.where(is_padding, num_rows - 1, row)
-    t = tl.load(floats + row * 6 + _TEMPERATURE)
+    t = tl.load(floats + row * _NUM_FLOATS + _TEMPERATURE)
     tl.store(temperatures + request, t)
-    tl.store(seeds + request, tl.load(ints + row * 4 + _SEED))
-    used = tl.load(ints + row * 4 + _FEATURES).to(tl.int32)
-    is_short = tl.load(positions + request) + 1 < tl.load(ints + row * 4 + _MIN_LEN)
+    tl.store(seeds + request, tl.load(ints + row * _NUM_INTS + _SEED))
+    used = tl.load(ints + row * _NUM_INTS + _FEATURES).to(tl.int32)
+    is_short = tl.load(positions + request) + 1 < tl.load(ints + row * _NUM_INTS + _MIN_LEN)
     used = tl.where(is_short, used, used & ~_STOPS)
     kind = tl.where((used & _FILTERS) != 0, FILTERED, 0)
     kind = tl.where((used & (_PENALTIES | _BIAS | _ALLOWED | _STOPS)) != 0, ADJUSTED, kind)
@@ -192,9 +193,9 @@ def _process_kernel(
         peak = tl.where(peak == float("-inf"), 0.0, peak)
         if used & _FILTERS:
             scale = inverse(t)
-            bound = (tl.load(floats + row * 6 + _MARGIN) * t).to(tl.int32, bitcast=True)
-            top_k = tl.load(ints + row * 4 + _TOP_K).to(tl.float32)
-            top_p = tl.load(floats + row * 6 + _TOP_P)
+            bound = (tl.load(floats + row * _NUM_FLOATS + _MARGIN) * t).to(tl.int32, bitcast=True)
+            top_k = tl.load(ints + row * _NUM_INTS + _TOP_K).to(tl.float32)
+            top_p = tl.load(floats + row * _NUM_FLOATS + _TOP_P)
             if top_k > 0:
                 last = _search(logits, adjusted, vocab, kind, peak, scale, _INFINITE, top_k, False, COLUMNS)
                 bound = tl.minimum(bound, last)
@@ -250,7 +251,7 @@ def _count_kernel(counts, ints, rows, token_ids, kept, num_reqs, vocab, BLOCK: t
     inside = request < num_reqs
     row = tl.load(rows + request, mask=inside, other=-1)
     counted = inside & (row >= 0) & (tl.load(kept + request, mask=inside, other=0) != 0)
-    used = tl.load(ints + row * 4 + _FEATURES, mask=counted, other=0).to(tl.int32)
+    used = tl.load(ints + row * _NUM_INTS + _FEATURES, mask=counted, other=0).to(tl.int32)
     counted = counted & ((used & _PENALTIES) != 0)
     place = counts + row * vocab + tl.load(token_ids + request, mask=counted, other=0)
     old = tl.load(place, mask=counted, other=0)
