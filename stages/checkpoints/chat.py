@@ -1,20 +1,15 @@
 """Chats as prompts, by the template that a checkpoint brings: Jinja, in a sandbox, as transformers runs it."""
 
-import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-from jinja2 import Environment, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.arguments.checks import Rule, check_values
 from weft.errors import CheckpointError, RequestError
+from weft.stages.checkpoints.chat_jinja import compiled, said
 
 Messages = Sequence[Mapping[str, Any]]
 TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
@@ -25,41 +20,6 @@ _RULES: dict[str, Rule] = {
         'a list of messages, as in [{"role": "user", "content": "Hello"}]',
     )
 }
-
-
-class _Refused(Exception):
-    """A template refuses its messages."""
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks what an assistant says; in a prompt it changes nothing."""
-
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The nodes between the two tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: str) -> None:
-    raise _Refused(message)
-
-
-def _to_json(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@functools.cache
-def _compiled(source: str) -> Any:
-    extensions = [_Generation, loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(source)
 
 
 @attrs.frozen
@@ -95,17 +55,31 @@ class ChatTemplate:
 
 def render_chat(template: ChatTemplate, call: str, messages: Messages, variables: Mapping[str, Any]) -> str:
     """As `ChatTemplate.render`; errors name `call`."""
+    values = template_values(template, call, messages, variables)
+    try:
+        return str(compiled(template.source).render(values))
+    except Exception as error:  # a template is a program that somebody else wrote
+        raise refused_by_template(call, said(error)) from error
+
+
+def template_values(
+    template: ChatTemplate, call: str, messages: Messages, variables: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All values that a template reads.
+
+    Raises:
+        RequestError: these are no messages, or a variable has the name of another value.
+    """
     check_values(call, _RULES, {"messages": messages})
     reserved = [name for name in variables if name == "messages" or name in template.special_tokens]
     if reserved:
         raise RequestError(call, f"the variable {reserved[0]}", "other names: the checkpoint and the messages set it")
-    given = {**template.special_tokens, **variables}
-    try:
-        return str(_compiled(template.source).render({**given, "messages": [dict(own) for own in messages]}))
-    except Exception as error:  # a template is a program that somebody else wrote
-        seen = f"the checkpoint's chat template raised {type(error).__name__}: {error!s:.300}"
-        instead = 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'
-        raise RequestError(call, seen, instead) from error
+    return {**template.special_tokens, **variables, "messages": [dict(message) for message in messages]}
+
+
+def refused_by_template(call: str, seen: str) -> RequestError:
+    """The error of a template that raised."""
+    return RequestError(call, seen, 'messages that it takes, as in [{"role": "user", "content": "Hello"}]')
 
 
 def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:

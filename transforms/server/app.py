@@ -21,7 +21,7 @@ from weft.extras import install_command
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.checkpoints.tokenizer import LONG_TEXT, token_ids
 from weft.transforms.server.answers import Part, Writer
-from weft.transforms.server.bodies import ServerLimits, check_limits, read_body, while_connected
+from weft.transforms.server.bodies import ServerLimits, UnfinishedBodies, check_limits, read_body, while_connected
 from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
@@ -38,6 +38,7 @@ from weft.transforms.server.protocol import (
 )
 from weft.transforms.server.refusals import Refusal, event, json_response, refusal_of
 from weft.transforms.server.streams import Output
+from weft.transforms.server.templates import ChatRenderer
 from weft.transforms.server.vocabulary import Vocabulary
 
 _RETRY_SECONDS = 1
@@ -79,6 +80,9 @@ class Server:
         size = model.config.vocab_size
         self.vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer, size)
         self.metrics = Metrics(name)
+        self._bodies = UnfinishedBodies(max(self.limits.max_unfinished, 2 * self.limits.max_body))
+        template = self.model.chat_template
+        self._renderer = None if template is None else ChatRenderer(template)
         self._compile_grammar, self._is_local = compile_grammar, is_local
         self._compilers, self._num_compiling = ThreadPoolExecutor(8, "weft grammars"), 0
 
@@ -121,7 +125,7 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a chat."""
-        body = await read_body(request, self.limits, TokenizeRequest)
+        body = await read_body(request, self.limits, TokenizeRequest, self._bodies)
         self._adapter(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refusal(400, "either prompt or messages", param="prompt")
@@ -133,12 +137,12 @@ class Server:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        body = await read_body(request, self.limits, DetokenizeRequest)
+        body = await read_body(request, self.limits, DetokenizeRequest, self._bodies)
         return json_response({"prompt": await asyncio.to_thread(self.model.decode, body.tokens)})
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`."""
-        body = await read_body(request, self.limits, CompletionRequest)
+        body = await read_body(request, self.limits, CompletionRequest, self._bodies)
         if len(body.prompt) > self.limits.max_prompts:
             raise Refusal(400, f"{len(body.prompt)} prompts; at most {self.limits.max_prompts}", param="prompt")
         prompts = [await self._encode(own) if isinstance(own, str) else own for own in body.prompt]
@@ -152,11 +156,12 @@ class Server:
 
     async def chats(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        body = await read_body(request, self.limits, ChatRequest)
+        body = await read_body(request, self.limits, ChatRequest, self._bodies)
         if body.top_logprobs is not None and not body.logprobs:
             raise Refusal(400, "top_logprobs without logprobs: write logprobs=true", param="top_logprobs")
         variables = {**body.chat_template_kwargs, "add_generation_prompt": body.add_generation_prompt}
-        ids = await self._encode_chat(body.messages, variables)
+        async with while_connected(request.receive):
+            ids = await self._encode_chat(body.messages, variables)
         most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         asked = await self._asked(request, body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs)
@@ -192,11 +197,11 @@ class Server:
             raise Refusal(400, f"{seen} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG)
 
     async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        if self.model.chat_template is None or self.model.tokenizer is None:
+        if self._renderer is None or self.model.tokenizer is None:
             lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
             seen = f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve --chat-template"
             raise Refusal(400, seen, param="messages", code="no_chat_template")
-        text = await asyncio.to_thread(self.model.chat_template.render, texts_of(messages), **variables)
+        text = await self._renderer.render(texts_of(messages), variables)
         return await self._encode(text, special=False)
 
     async def _asked(
@@ -299,10 +304,14 @@ class Server:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         await self.host.open()
+        if self._renderer is not None:
+            self._renderer.open()
         try:
             yield
         finally:
             self._compilers.shutdown(wait=False, cancel_futures=True)
+            if self._renderer is not None:
+                self._renderer.close()
             await self.host.close()
 
     def _guarded(

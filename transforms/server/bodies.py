@@ -5,7 +5,7 @@ import contextlib
 import difflib
 import json
 import reprlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import attrs
@@ -31,6 +31,8 @@ class ServerLimits:
 
     Args:
         max_body: bytes of a body.
+        max_unfinished: bytes of all bodies that have begun to come. If there are more, the one that began first is
+            refused: a body that comes at once is never that for long.
         max_n: completions of a prompt.
         max_logprobs: of a token; None: as the engine has it.
         max_prompts: prompts of a request.
@@ -41,6 +43,7 @@ class ServerLimits:
     """
 
     max_body: int = 4 * 2**20
+    max_unfinished: int = 256 * 2**20
     max_n: int = 128
     max_logprobs: int | None = None
     max_prompts: int = 256
@@ -50,18 +53,72 @@ class ServerLimits:
     body_timeout: float = 30.0
 
 
-async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel]) -> Any:
+@attrs.define(eq=False)
+class _Unfinished:
+    """A body that has begun to come, and the clock that ends it."""
+
+    clock: asyncio.Timeout
+    num_bytes: int = 0
+    is_refused: bool = False
+
+
+class UnfinishedBodies:
+    """The bodies that have begun to come, with a limit for all together.
+
+    Args:
+        most: bytes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_bytes = 0
+        self._bodies: dict[int, _Unfinished] = {}  # the one that began first comes first
+
+    @contextlib.asynccontextmanager
+    async def reading(self, seconds: float) -> AsyncIterator[Callable[[int], None]]:
+        """A function that is told how many more bytes of a body have come. Within, the body has so many seconds.
+
+        Raises:
+            Refusal: it took longer, or others needed the room.
+        """
+        body = _Unfinished(asyncio.timeout(seconds))
+        try:
+            async with body.clock:
+                self._bodies[id(body)] = body
+                yield lambda count: self._add(body, count)
+        except TimeoutError:
+            if body.is_refused:
+                seen = f"{self._most} bytes of unfinished bodies, of which this one had begun first"
+                raise Refusal(503, seen, "server_error", code="bodies_too_large") from None
+            seen = f"the body did not come within {seconds:g} s"
+            raise Refusal(408, seen, code="body_timeout") from None
+        finally:
+            self._num_bytes -= body.num_bytes
+            self._bodies.pop(id(body), None)
+
+    def _add(self, body: _Unfinished, count: int) -> None:
+        body.num_bytes += count
+        self._num_bytes += count
+        if self._num_bytes > self._most:
+            first = next((each for each in self._bodies.values() if not each.is_refused), None)
+            if first is not None:
+                first.is_refused = True
+                self._num_bytes -= first.num_bytes
+                first.num_bytes = 0
+                first.clock.reschedule(0)
+
+
+async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel], bodies: UnfinishedBodies) -> Any:
     """The body of a request, as a value of its class.
+
+    Args:
+        bodies: among which it is counted until it has come.
 
     Raises:
         Refusal: it is too large, too late, no JSON, or has other fields.
     """
-    try:
-        async with asyncio.timeout(limits.body_timeout):
-            raw = await _read_bytes(request, limits.max_body)
-    except TimeoutError:
-        seen = f"the body did not come within {limits.body_timeout:g} s"
-        raise Refusal(408, seen, code="body_timeout") from None
+    async with bodies.reading(limits.body_timeout) as count:
+        raw = await _read_bytes(request, limits.max_body, count)
     if len(raw) > _LARGE:  # other requests go on meanwhile
         return await asyncio.to_thread(_parsed, raw, kind)
     return _parsed(raw, kind)
@@ -123,13 +180,14 @@ def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs:
             raise Refusal(400, f"more of {name} than the model has tokens", param=name)
 
 
-async def _read_bytes(request: Request, most: int) -> bytes:
+async def _read_bytes(request: Request, most: int, count: Callable[[int], None]) -> bytes:
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size[:18]) > most:
         raise Refusal(413, f"a body of {size} bytes; at most {most}", code="body_too_large")
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
+        count(len(chunk))
         if len(raw) > most:
             raise Refusal(413, f"a body of more than {most} bytes", code="body_too_large")
     return bytes(raw)

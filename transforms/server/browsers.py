@@ -7,9 +7,12 @@ server with a key needs neither: no page can add the key to what it sends.
 """
 
 import ipaddress
+import re
 from collections.abc import Mapping
 
 from weft.transforms.server.refusals import Refusal
+
+_PLACE = re.compile(r"(\[(?P<address>[^\[\]]+)\]|(?P<name>[^:\[\]/@]*))(:[0-9]*)?")
 
 
 def refuse_browsers(headers: Mapping[str, str], is_local: bool) -> None:
@@ -47,8 +50,8 @@ def is_loopback(name: str) -> bool:
 
 
 def _name_of(place: str) -> str:
-    """The name in `name:port`, `[address]:port` or either alone, in small letters."""
-    place = place.strip().lower().rstrip("/")
-    if place.startswith("["):
-        return place[1:].partition("]")[0]
-    return place.partition(":")[0].rstrip(".")
+    """The name in `name:port`, `[address]:port` or either alone, in small letters; empty if it is none of these."""
+    parts = _PLACE.fullmatch(place.strip().lower().rstrip("/"))
+    if parts is None:
+        return ""
+    return parts["address"] or parts["name"].rstrip(".")
