@@ -18,7 +18,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.server.bodies import ServerLimits
 from weft.transforms.server.grammars.masks import mask_maker
-from weft.transforms.server.host import EngineHost, Host
+from weft.transforms.server.host import GIVE_UP_SECONDS, EngineHost, Host
 from weft.transforms.server.remote import RemoteHost, Unpacker, pack, run_engine
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -115,6 +115,7 @@ class HttpProcess:
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._sockets = sockets
+        self._has_returned = threading.Event()
         if os.name != "posix":
             return
         self._socket, theirs = socket.socketpair()
@@ -138,12 +139,26 @@ class HttpProcess:
         with self._socket, forwarded(process):
             with contextlib.suppress(OSError):  # it has gone: its exit code says why
                 self._socket.sendall(pack(attrs.evolve(settings, model=bare)))
+            threading.Thread(target=self._end_if_still, name="weft end", daemon=True).start()
             fault = run_engine(self._socket, engine, make_mask, num_ranks=num_ranks)
+            self._has_returned.set()
             code = process.wait()
         if code < 0:
             print(f"error: the process that answers clients was ended by signal {-code}", file=sys.stderr)
             code = 1
         return _exit_code(None if fault is None else f"{type(fault).__name__}: {fault}") or code
+
+    def _end_if_still(self) -> None:
+        """End this process if the other one has ended and the engine stands still in a step."""
+        assert self._process is not None
+        self._process.wait()
+        if not self._has_returned.wait(GIVE_UP_SECONDS):
+            print(
+                f"error: the engine stood still for {GIVE_UP_SECONDS:g} s, and was given up",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
 
     def close(self) -> None:
         """End the process, if it goes on."""
@@ -157,6 +172,13 @@ def _exit_code(fault: str | None) -> int:
     if fault is not None:
         print(f"error: a step of the engine raised {fault}", file=sys.stderr)
     return 0 if fault is None else 1
+
+
+def _leave() -> None:
+    """End this process, without waiting for its threads: one may compile a grammar for minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main() -> None:
@@ -173,7 +195,7 @@ def main() -> None:
                 sock, settings.model, settings.max_model_len, settings.max_num_reqs + settings.max_waiting
             )
             serve_clients(host, settings, sockets)
-            return
+            _leave()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -27,6 +28,8 @@ from weft.transforms.engine.options import EngineLimits
 
 _NO_SUCH_FAMILY = errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
 """Errors of `localhost` in IPv6 on a machine that has none; it is served by IPv4 there."""
+_BACKLOG = 2048
+"""Connections that wait until they are taken."""
 
 
 def run(options: Serve) -> int:
@@ -36,12 +39,25 @@ def run(options: Serve) -> int:
         importlib.import_module("weft.transforms.server.app")  # an error here comes before the model is loaded
     except ImportError as error:
         options.refuse("", f"{error}", install_command("serve"))
+    _check_files(options)
     asked, limit = options.max_model_len, read_config(options).max_position_embeddings
     if asked is not None and asked > limit:
         flag = "--max-model-len"
         options.refuse(f"{flag} {asked}", f"the model's limit is {limit}", f"{flag} {limit}, or fewer")
     with _signals_forwarded():
         return in_ranks(_serve, options, options, name)
+
+
+def _check_files(options: Serve) -> None:
+    """Refuse a limit of files that leaves none to connections, before the model is loaded."""
+    from weft.transforms.server.listening import MIN_CONNECTIONS, SPARE_FILES, raise_file_limit
+
+    limit = raise_file_limit()
+    needed = SPARE_FILES + MIN_CONNECTIONS
+    if limit < needed:
+        seen = f"a limit of {limit} open files (ulimit -Hn); {SPARE_FILES} of them are the server's own"
+        instead = f"ulimit -n {needed} or more before it, as the user who may raise it; each connection is one file"
+        options.refuse("", seen, instead)
 
 
 @contextlib.contextmanager
@@ -113,13 +129,14 @@ def _serve(here: Here, options: Serve, name: str) -> int:
 
 
 def _bound(options: Serve) -> list[socket.socket]:
-    """The sockets of the address, which nobody can have meanwhile. They take connections once the model is loaded."""
+    """The sockets of the address. They listen, so that of two servers that are started together one is told that the
+    port is taken: sockets that are only bound can share it. Connections wait until the model is loaded."""
     found, wrong = list[socket.socket](), OSError("no address")
     try:
         places = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, *_, place in dict.fromkeys(places):
             try:
-                found.append(_bound_to(family, place))
+                found.append(_listening_on(family, place))
             except OSError as error:
                 if error.errno not in _NO_SUCH_FAMILY:
                     raise
@@ -134,18 +151,32 @@ def _bound(options: Serve) -> list[socket.socket]:
     return found
 
 
+def _listening_on(family: int, place: Any) -> socket.socket:
+    """A socket that listens. Two that begin to listen at the same moment may both be refused, so it tries again."""
+    pauses = [secrets.randbelow(100) / 1000 for _ in range(2)]
+    for pause in pauses:
+        try:
+            return _bound_to(family, place)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            time.sleep(pause)
+    return _bound_to(family, place)
+
+
 def _bound_to(family: int, place: Any) -> socket.socket:
-    own = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        own.bind(place)
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(place)
+        bound.listen(_BACKLOG)
     except OSError:
-        own.close()
+        bound.close()
         raise
-    return own
+    return bound
 
 
 def _engine(here: Here, options: Serve, name: str) -> Engine:

@@ -26,7 +26,7 @@ from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
 from weft.transforms.server.grammars.masks import CompileGrammar
-from weft.transforms.server.host import ClosedError, Host
+from weft.transforms.server.host import STILL_SECONDS, ClosedError, Host
 from weft.transforms.server.metrics import Metrics
 from weft.transforms.server.protocol import (
     ChatRequest,
@@ -89,8 +89,12 @@ class Server:
     # Routes
 
     async def health(self, _: Request) -> Response:
-        """200 while the engine takes requests."""
+        """200 while the engine takes requests and goes on with them."""
         self.host.check_open()
+        if not await self.host.is_moving(STILL_SECONDS):
+            self.host.check_open()  # it may have ended meanwhile
+            seen = f"the engine stands still: it has not answered for {STILL_SECONDS:g} s"
+            raise Refusal(503, seen, "server_error", code="engine_stands_still")
         return json_response({"status": "ok"})
 
     async def models(self, _: Request) -> Response:

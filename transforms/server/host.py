@@ -17,6 +17,11 @@ from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, 
 from weft.transforms.server.loop import Delta, Ended, EngineLoop, Message, Told
 from weft.transforms.server.streams import Output, Progress
 
+STILL_SECONDS = 10.0
+"""Seconds after which an engine that does not answer, as it does between two steps, is said to stand still."""
+GIVE_UP_SECONDS = 30.0
+"""Seconds after which a server that is being stopped no longer waits for such an engine."""
+
 
 class BusyError(WeftError):
     """As many requests wait as the server lets wait."""
@@ -109,9 +114,33 @@ class Host(ABC):
         if self._has_ended:
             raise ClosedError("a request", "a server that was stopped", "another server, or this one later")
 
+    @property
+    def has_ended(self) -> bool:
+        """The engine's loop has ended."""
+        return self._has_ended
+
+    async def is_moving(self, seconds: float) -> bool:
+        """Whether the engine's loop goes on: it answers within so many seconds, which it does between two steps."""
+        if self._has_ended:
+            return False
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ask()
+        except (TimeoutError, WeftError):
+            return False
+        return True
+
+    def give_up(self) -> None:
+        """End the completions under way, whose engine stands still."""
+        if not self._has_ended:
+            self._end(Ended(f"an engine that stood still for {GIVE_UP_SECONDS:g} s", is_final=True))
+
     async def stats(self) -> Stats:
         """The engine's counts, taken between two steps."""
         self.check_open()
+        return await self._ask()
+
+    async def _ask(self) -> Stats:
         number = next(self._names)
         found: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
         self._asked[number] = found
@@ -227,7 +256,7 @@ class EngineHost(Host):
     async def close(self) -> None:
         """Take no more requests, and end the thread."""
         self.stop()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, None if not self.is_final else 0)
 
     def send(self, command: Command) -> None:
         self._engine_loop.inbox.put(command)

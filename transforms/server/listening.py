@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from weft.display.quantities import counted
-from weft.transforms.server.host import Host
+from weft.transforms.server.host import GIVE_UP_SECONDS, Host
 from weft.transforms.server.refusals import Refusal, as_json
 
 HEAD_SECONDS = 30.0
@@ -29,8 +29,12 @@ MAX_HEAD = 2**16
 _INVALID = "Invalid HTTP request received."
 _LOG = logging.getLogger("weft.server.http")
 _LOG.setLevel(logging.ERROR)  # a warning for each request that is none would let anybody fill the log
-_SPARE_FILES = 128
+SPARE_FILES = 128
 """File descriptors that connections leave to everything else."""
+MIN_CONNECTIONS = 64
+"""Connections that a server must be able to have."""
+SHUTDOWN_SECONDS = 5
+"""Seconds that connections have to end after all completions have ended."""
 
 
 class Connection(HttpToolsProtocol):
@@ -206,9 +210,12 @@ class Listener(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette, engine_host: Host, name: str) -> None:
-        logs: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, http=Connection, ws="none", **logs))
-        self.engine_host, self.name = engine_host, name
+        options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+        options["timeout_graceful_shutdown"] = SHUTDOWN_SECONDS
+        super().__init__(uvicorn.Config(app, http=Connection, ws="none", **options))
+        self.engine_host = engine_host
+        self.name = name
+        self._watching: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -232,9 +239,21 @@ class Listener(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """End with the engine's process, or after a signal when no completion is under way. Until then requests are
         answered, by 503."""
-        if self.engine_host.is_final or (self.engine_host.is_closing and not self.engine_host.num_open):
+        host = self.engine_host
+        if host.is_closing and self._watching is None:
+            self._watching = asyncio.create_task(self._end_if_still())
+        if host.is_final or (host.is_closing and not host.num_open):
             self.should_exit = True
         return await super().on_tick(counter)
+
+    async def _end_if_still(self) -> None:
+        """After a signal, end as soon as the engine stands still: no completion under way will end then."""
+        while await self.engine_host.is_moving(GIVE_UP_SECONDS):
+            await asyncio.sleep(1.0)
+        if not self.engine_host.has_ended:
+            print("error: the engine stands still; completions under way are given up", file=sys.stderr, flush=True)
+        self.engine_host.give_up()
+        self.should_exit = True
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen, and say where."""
@@ -248,18 +267,18 @@ class Listener(uvicorn.Server):
 
 def listen(app: Starlette, engine_host: Host, name: str) -> Listener:
     """A listener with as many file descriptors as the system allows; `run(sockets)` serves."""
-    Connection.max_connections = min(MAX_CONNECTIONS, _raise_file_limit() - _SPARE_FILES)
+    Connection.max_connections = min(MAX_CONNECTIONS, raise_file_limit() - SPARE_FILES)
     return Listener(app, engine_host, name)
 
 
-def _raise_file_limit() -> int:
+def raise_file_limit() -> int:
     """The number of files that this process may have open, raised to the system's limit."""
     try:
         import resource
     except ImportError:  # Windows
         return 512
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + _SPARE_FILES
+    wanted = MAX_CONNECTIONS + SPARE_FILES
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

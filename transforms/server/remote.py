@@ -76,7 +76,8 @@ class RemoteHost(Host, asyncio.Protocol):
     async def close(self) -> None:
         """Take no more requests, and wait until the engine's loop has ended."""
         self.stop()
-        await self._ended.wait()
+        if not self.is_final:
+            await self._ended.wait()
 
     def send(self, command: Command) -> None:
         if self._transport is not None and not self._ended.is_set():

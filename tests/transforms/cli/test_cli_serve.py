@@ -27,6 +27,7 @@ from weft.transforms.cli import serve
 from weft.transforms.cli.http_process import forwarded
 from weft.transforms.cli.options import Serve
 from weft.transforms.engine.generate import generate
+from weft.transforms.server import listening
 
 pytest.importorskip("uvicorn")
 BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 24}
@@ -82,6 +83,51 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path)
     assert found.returncode == 2
     assert f"weft serve --host 127.0.0.1 --port {port}\n  saw: Address already in use" in found.stderr
     assert "loading" not in found.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where sockets that are only bound can share a port")
+def test_of_two_servers_on_one_port_one_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = Serve(model="demo", port=port)
+    bound = serve._bound(options)
+    try:
+        with pytest.raises(RequestError) as found:
+            serve._bound(options)
+    finally:
+        for own in bound:
+            own.close()
+    assert found.value.call == f"weft serve --host 127.0.0.1 --port {port}"
+    assert found.value.seen == "Address already in use"
+    assert found.value.instead == "an address of this machine, and a port that is free, or 0"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where sockets that are only bound can share a port")
+def test_a_server_that_only_binds_is_found_to_share_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug of the test before."""
+    monkeypatch.setattr(socket.socket, "listen", lambda *_: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_of_two_servers_on_one_port_one_is_told()
+
+
+def test_a_limit_of_files_that_leaves_none_to_connections_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "raise_file_limit", lambda: 128)
+    with pytest.raises(RequestError) as found:
+        serve.run(Serve(model="demo"))
+    assert found.value.seen == "a limit of 128 open files (ulimit -Hn); 128 of them are the server's own"
+    assert found.value.instead.startswith("ulimit -n 192 or more before it")
+    monkeypatch.setattr(listening, "raise_file_limit", lambda: 192)
+    serve._check_files(Serve(model="demo"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
+def test_a_server_with_few_files_says_so_and_ends() -> None:
+    words = f"ulimit -n 128 && exec {sys.executable} -m weft serve demo --device cpu --port 0"
+    ended = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode != 0
+    assert "a limit of 128 open files" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_an_address_of_a_family_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

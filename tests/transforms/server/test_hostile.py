@@ -1,13 +1,25 @@
 """Clients of ill will, one by one: pages in browsers, bodies that nest, lists that cost time, grammars that block."""
 
+import asyncio
+import contextlib
+import ipaddress
+import json
+import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
+import attrs
 import pytest
-from serving import BODY, Served, ask, served
+from hypothesis import given, settings, strategies as st
+from serving import BODY, Served, ask, served, until
 
+from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
-from weft.transforms.server import app
+from weft.transforms.server import app, host, templates
+from weft.transforms.server.bodies import ServerLimits, UnfinishedBodies
 from weft.transforms.server.browsers import is_loopback, refuse_browsers
 from weft.transforms.server.refusals import Refusal
 
@@ -24,6 +36,10 @@ httpx = pytest.importorskip("httpx")
         ({"host": "evil.example"}, "forbidden_host"),
         ({"host": "127.0.0.1.evil.example"}, "forbidden_host"),
         ({"host": "localhost.evil.example:8000"}, "forbidden_host"),
+        ({"host": "[::1].evil:8000"}, "forbidden_host"),
+        ({"host": "[::1]evil"}, "forbidden_host"),
+        ({"host": "localhost:8000.evil"}, "forbidden_host"),
+        ({"host": "[::1]"}, None),
         ({"host": ""}, "forbidden_host"),
         ({}, "forbidden_host"),
         ({"host": "localhost:8000", "origin": "http://localhost:3000"}, None),
@@ -42,6 +58,31 @@ def test_pages_of_other_sites(headers: dict[str, str], code: str | None) -> None
         refuse_browsers(headers, is_local=True)
     assert found.value.status == 403
     assert found.value.body["error"]["code"] == code
+
+
+ADDRESSES = (
+    "localhost",
+    "a.localhost",
+    "127.0.0.1",
+    "[::1]",
+    "[::ffff:127.0.0.1]",
+    "::1",
+    "evil",
+    "[evil]",
+    "10.0.0.1",
+)
+PARTS = st.sampled_from(["", ":", ":80", ".", ".evil", "evil", "@", "[", "]", " ", "/", "#", "%"])
+
+
+@given(st.tuples(PARTS, st.sampled_from(ADDRESSES), PARTS, PARTS).map("".join))
+@settings(max_examples=500)
+def test_a_host_that_is_taken_for_this_machine_is_this_machine(host: str) -> None:
+    try:
+        refuse_browsers({"host": host}, is_local=True)
+    except Refusal:
+        return
+    name = httpx.URL(f"http://{host.strip().rstrip('/')}").host.rstrip(".")
+    assert name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
 
 
 def test_a_server_for_others_has_any_name_but_refuses_pages_of_other_sites() -> None:
@@ -194,3 +235,191 @@ def test_lists_that_cost_time_at_each_token_have_limits(server: Served, field: s
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", field: texts})
         assert found.status_code == 400
         assert words in found.json()["error"]["message"]
+
+
+# Attacks beside innocents ---------------------------------------------------------------------------------------------
+
+LOOPS = ChatTemplate(
+    "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% elif m.content == 'memory' %}{{ m.content * 300000000 }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def chat(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
+
+
+def largest_gap(server: Served) -> float:
+    """Seconds between two parts of a stream, at most."""
+    body = {**BODY, "stream": True}
+    gaps = list[float]()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        before = None
+        for _ in stream.iter_raw():
+            now = time.monotonic()
+            if before is not None:
+                gaps.append(now - before)
+            before = now
+    return max(gaps)
+
+
+@contextlib.contextmanager
+def attacked(attack: Callable[[], Any], count: int) -> Iterator[list[Any]]:
+    """What so many threads do at once, and what came of it."""
+    found = list[Any]()
+    threads = [threading.Thread(target=lambda: found.append(attack())) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    yield found
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_chat_template_that_loops_ends_one_request(model: Model) -> None:
+    """Each of them is refused; and others have their chats, their streams and their end meanwhile."""
+    looping = attrs.evolve(model, chat_template=LOOPS)
+    with served(looping, chat_template=LOOPS) as server, mock.patch.object(server.server._renderer, "_seconds", 2.0):
+        assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
+        with attacked(lambda: ask(server, chat("loop"), "/v1/chat/completions"), 12) as refused:
+            until(lambda: len(server.server._renderer._busy) == templates.MOST_AT_ONCE)
+            for _ in range(3):
+                assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
+            assert ask(server, {**BODY, "max_tokens": 5}).status_code == 200
+        assert {found.status_code for found in refused} == {400}
+        words = "a chat template that had not rendered these messages after"
+        assert all(words in found.json()["error"]["message"] for found in refused)
+        too_large = ask(server, chat("memory"), "/v1/chat/completions")
+        assert too_large.status_code == 400
+        assert "MemoryError" in too_large.json()["error"]["message"]
+        assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
+
+
+def test_a_template_that_is_computed_where_it_is_compiled_is_refused(model: Model) -> None:
+    constant = ChatTemplate("{{ 'a' * 2000000000 }}")
+    with served(attrs.evolve(model, chat_template=constant), chat_template=constant) as server:
+        assert ask(server, chat("a"), "/v1/chat/completions").status_code == 400
+        assert ask(server, {**BODY, "max_tokens": 2}).status_code == 200
+
+
+def test_a_server_whose_template_loops_ends_at_once(model: Model) -> None:
+    begin = 0.0
+    with served(attrs.evolve(model, chat_template=LOOPS), chat_template=LOOPS) as server:
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.post(f"{server.url}/v1/chat/completions", json=chat("loop"), timeout=0.5)
+        process = server.server._renderer._process
+        begin = time.monotonic()
+    assert time.monotonic() - begin < templates.TEMPLATE_SECONDS
+    assert process.poll() is not None
+
+
+def test_the_body_that_began_first_makes_room(model: Model) -> None:
+    """Many bodies that do not end, each of less than a body may have."""
+    limits = ServerLimits(max_body=100_000, max_unfinished=200_000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 90000\r\n\r\n"
+    with served(model, limits_of=limits) as server:
+        unfinished = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(6)]
+        for connection in unfinished:
+            connection.sendall(head + b" " * 60_000)
+            until(lambda: server.server._bodies._num_bytes > 0)
+        whole = {**BODY, "max_tokens": 3, "prompt": "a", "stop": [" " * 400] * 100}
+        assert len(json.dumps(whole)) > 40_000
+        for _ in range(3):
+            assert ask(server, whole).status_code == 200
+            assert server.server._bodies._num_bytes <= 200_000
+        unfinished[0].settimeout(10)
+        answer = unfinished[0].recv(4096)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"200000 bytes of unfinished bodies, of which this one had begun first" in answer
+        for connection in unfinished:
+            connection.close()
+        until(lambda: server.server._bodies._num_bytes == 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_bodies_together_stay_within_their_limit(chunks: list[tuple[int, int]]) -> None:
+    """Whoever sends what: the count is that of the bodies that were not refused, and never above the limit."""
+
+    async def run() -> None:
+        unfinished = UnfinishedBodies(100)
+        queues = [asyncio.Queue[int]() for _ in range(5)]
+
+        async def read(queue: asyncio.Queue[int]) -> str:
+            try:
+                async with unfinished.reading(60) as count:
+                    while (size := await queue.get()) > 0:
+                        count(size)
+            except Refusal as refusal:
+                return str(refusal.body["error"]["code"])
+            return "whole"
+
+        tasks = [asyncio.create_task(read(queue)) for queue in queues]
+        await asyncio.sleep(0)
+        for place, size in chunks:
+            queues[place].put_nowait(size)
+            await asyncio.sleep(0)
+            assert 0 <= unfinished._num_bytes <= 100
+        for queue in queues:
+            queue.put_nowait(0)
+        assert {*await asyncio.gather(*tasks)} <= {"whole", "bodies_too_large"}
+        assert unfinished._num_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_health_is_not_200_while_the_engine_stands_still(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "STILL_SECONDS", 0.3)
+    goes_on = threading.Event()
+    with served(model) as server:
+        step = server.host.engine.step
+        monkeypatch.setattr(server.host.engine, "step", lambda: (goes_on.wait(30), step())[1])
+        with attacked(lambda: ask(server, {**BODY, "max_tokens": 2}), 1) as found:
+            until(lambda: server.host.num_open == 1)
+            health = httpx.get(f"{server.url}/health", timeout=20)
+            assert health.status_code == 503
+            assert health.json()["error"]["code"] == "engine_stands_still"
+            goes_on.set()
+        assert found[0].status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+
+
+def test_an_engine_that_stands_still_is_given_up(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    with served(model) as server:
+        step = server.host.engine.step
+        monkeypatch.setattr(server.host.engine, "step", lambda: (goes_on.wait(30), step())[1])
+        with attacked(lambda: ask(server), 1) as found:
+            until(lambda: server.host.num_open == 1)
+            loop = server.host._loop
+            assert not asyncio.run_coroutine_threadsafe(server.host.is_moving(0.2), loop).result(20)
+            loop.call_soon_threadsafe(server.host.give_up)
+        assert found[0].status_code == 500
+        assert f"stood still for {host.GIVE_UP_SECONDS:g} s" in found[0].text
+        goes_on.set()
+
+
+# Planted bugs ---------------------------------------------------------------------------------------------------------
+
+
+def _count_alone(self: UnfinishedBodies, body: Any, count: int) -> None:
+    body.num_bytes += count
+    self._num_bytes += count
+
+
+def test_planted_bugs_of_the_limits_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:  # nobody is refused for the sum of all
+        patch.setattr(
+            UnfinishedBodies, "_add", lambda self, body, count: setattr(self, "_num_bytes", self._num_bytes + count)
+        )
+        with pytest.raises(AssertionError):
+            test_bodies_together_stay_within_their_limit()
+    with monkeypatch.context() as patch:  # any name in brackets, whatever follows
+        patch.setattr("weft.transforms.server.browsers._name_of", lambda place: place.lstrip("[").partition("]")[0])
+        with pytest.raises((AssertionError, ValueError, httpx.InvalidURL)):
+            test_a_host_that_is_taken_for_this_machine_is_this_machine()
+    with monkeypatch.context() as patch:  # an engine is never seen to stand still
+        patch.setattr(host.Host, "is_moving", mock.AsyncMock(return_value=True))
+        with pytest.raises(AssertionError):
+            test_health_is_not_200_while_the_engine_stands_still(model, patch)

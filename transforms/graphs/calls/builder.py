@@ -77,13 +77,13 @@ def write_template(
             for name in fields.children:
                 child, is_whole = getattr(node, name), sized is not None and name in sized.axes
                 expression = None if child is None else build(child, is_cut and not is_whole)
-                arguments.append(f"{fields.arguments[name]}={expression}")
+                arguments.append(f"({name!r}, {expression})")
             for name in fields.statics:
                 constant = f"S{len(names)}"
                 names[constant] = getattr(node, name)
                 descriptors.extend([constant] * (is_cut and sized is not None and name in sized.descriptors))
-                arguments.append(f"{fields.arguments[name]}={constant}")
-            return f"{kind}({', '.join(arguments)})"
+                arguments.append(f"({name!r}, {constant})")
+            return f"built({kind}, {as_tuple(arguments)})"
         parts = [build(child, is_cut) for child in child_nodes(node)]
         if type(node) is dict:
             keys = f"D{len(names)}"
