@@ -13,7 +13,16 @@ from torch import Tensor
 
 from weft.padding import unpad
 from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
-from weft.trees import Axes, TreeSpec, leaf_axes, node_fields, sized_class_fields, tree_structure, tree_unflatten
+from weft.trees import (
+    Axes,
+    TreeSpec,
+    built,
+    leaf_axes,
+    node_fields,
+    sized_class_fields,
+    tree_structure,
+    tree_unflatten,
+)
 
 
 class _Slot:
@@ -55,7 +64,8 @@ def write_template(
     structure: TreeSpec, leaves: Sequence[Any], references: Sequence[int | None], detached: Sequence[bool]
 ) -> Template:
     """Generate the code that makes a result, from the outputs of a recording (`Outputs`)."""
-    names, descriptors, expressions, count = dict[str, Any](), list[str](), list[str](), 0
+    names: dict[str, Any] = {"built": built}
+    descriptors, expressions, count = list[str](), list[str](), 0
     for i, (leaf, reference) in enumerate(zip(leaves, references, strict=True)):
         if reference is not None:
             expressions.append(f"references[{reference}]{'.detach()' * detached[i]}")
