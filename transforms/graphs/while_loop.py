@@ -385,4 +385,5 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements of one storage."""
     same = storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset()
     same = same and a.shape == b.shape and a.stride() == b.stride()
-    return same and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    # A SymBool by torch 2.14's types.
+    return bool(same and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg())
