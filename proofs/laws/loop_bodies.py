@@ -67,7 +67,8 @@ def _check_rows(loop: LoopBody, device: str) -> None:
     if not has_rows or any(one is None for one in expected) or not _runs(lambda: rows(slots, bounds)):
         return  # torch's vmap lacks an operator
     whole = [torch.stack(column) for column in zip(*filter(None, expected), strict=True)]
-    for way, call in {"in rows": rows, "in rows in a graph": graphify(rows)}.items():
+    calls: dict[str, _Call] = {"in rows": rows, "in rows in a graph": graphify(rows)}
+    for way, call in calls.items():
         _compare(way, call(slots, bounds), whole, loop)
 
 
@@ -90,7 +91,10 @@ def _check_derivatives(loop: LoopBody, device: str) -> None:
     derivatives = torch.stack([by_python(scale, bound) for bound in bounds])
     # Beyond that, a loop is chaotic, and the last bit of a kernel for several rows decides.
     known = derivatives.abs() < _STEEPEST
-    ways = {"derivatives in rows": in_rows, "derivatives in rows in a graph": graphify(in_rows)}
+    ways: dict[str, Callable[..., Tensor]] = {
+        "derivatives in rows": in_rows,
+        "derivatives in rows in a graph": graphify(in_rows),
+    }
     for way, derive in ways.items():
         _compare(way, [derive(scale, bounds)[known]], [derivatives[known]], loop)
 

@@ -49,18 +49,23 @@ def while_loop(
         cond_fun: `carry -> [] bool`, on the device of the loop.
         body_fun: `carry -> carry`, with the same structure and, for each tensor, the same shape, dtype and device;
             values that are not tensors stay equal. A body that takes the storage of its carry (`weft.donates`) updates
-            it in place, without a copy in each step.
+            it in place, without a copy in each step; any other one returns new tensors.
         init_val: the first carry, a pytree of tensors.
         max_steps: the loop ends after this many steps, whatever `cond_fun` says; None: only `cond_fun` ends it.
 
-    A capture runs the body once on the first carry, whatever `cond_fun` says; in a graph it cannot draw random numbers.
-    Under torch.func's transforms, and where autograd records, the Python loop runs; under `vmap`, where the condition
-    differs from row to row, `max_steps` steps do.
+    The result is in memory of its own, and each carry has the memory layout of the first one.
+
+    A capture runs the body once on the first carry, whatever `cond_fun` says. In a graph the carry is data: an index by
+    it is a gather, and the host cannot read it; and the body cannot draw random numbers. Under torch.func's transforms,
+    and where autograd records, the Python loop runs. Under `vmap`, where the condition differs from row to row, and in
+    `shard`, up to `max_steps` steps do: a row that has ended keeps its carry, and runs the body on the last one for
+    which its condition held.
 
     Raises:
-        ProgramError: `cond_fun` returns something else, the carry changes its structure, a shape or a dtype, or the
-            condition has no single value and there is no `max_steps`.
-        CaptureError: in a graph, a host read, a random draw, or a device that cannot repeat.
+        ProgramError: `cond_fun` returns something else, the carry changes its structure, a shape or a dtype, a function
+            writes its carry without taking it, or the condition has no single value and there is no `max_steps`.
+        CaptureError: in a graph, a host read, a random draw, a derivative by autograd without `max_steps`, or a device
+            that cannot repeat.
 
     >>> while_loop(lambda x: x < 100, lambda x: 3 * x, torch.tensor(5))
     tensor(135)
@@ -85,7 +90,8 @@ no strides."""
 def _order(leaf: Any) -> _Order:
     if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return None
-    return tuple(sorted(range(leaf.dim()), key=lambda dim: -leaf.stride(dim)))
+    strides = leaf.stride()
+    return tuple(sorted(range(leaf.dim()), key=lambda dim: -strides[dim]))
 
 
 def _in_order(carry: Any, orders: Sequence[_Order] | None) -> Any:
@@ -125,7 +131,7 @@ def _value(flag: Tensor) -> bool:
 def _holds_anywhere(flags: Tensor) -> bool | None:
     """Whether a condition holds in any row of `vmap`; None where it has no value."""
     rows = innermost(flags)
-    return None if is_fake(rows) else bool(rows.any())
+    return None if is_fake(rows) else bool(rows.any().item())
 
 
 class _Underivable(torch.autograd.Function):

@@ -406,6 +406,22 @@ def test_rows_past_the_end_run_the_body_where_it_can_run() -> None:
     assert nested(firsts.view(2, 2), bounds.view(2, 2)).flatten().tolist() == expected
 
 
+def test_planted_bugs_of_steps_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above would notice each of these."""
+    with monkeypatch.context() as planted:
+        planted.setattr("weft.transforms.graphs.while_loop.safe_next", lambda live, x, last: x)
+        with pytest.raises(IndexError):
+            test_rows_past_the_end_run_the_body_where_it_can_run()
+    with monkeypatch.context() as planted:
+        planted.setattr("weft.transforms.graphs.while_loop.safe_start", lambda live, x: x)
+        with pytest.raises(IndexError):
+            test_rows_past_the_end_run_the_body_where_it_can_run()
+    with monkeypatch.context() as planted:
+        planted.setattr("weft.transforms.graphs.masked_steps.DerivativesWhere._limit", lambda self, x: x)
+        with pytest.raises(AssertionError):
+            test_steps_past_the_end_have_no_derivative([0.3, 0.5], 1)
+
+
 def test_rows_end_with_the_last_of_them() -> None:
     steps = []
 
@@ -456,6 +472,18 @@ def test_checkpoint_of_a_loop() -> None:
 
 
 X = torch.ones(2)
+Y = torch.zeros(2)
+
+
+def reading_and_writing(log: Tensor) -> Callable[[Any], Tensor]:
+    def body(c: Any) -> Tensor:
+        made: Tensor = c[0] + log.tolist()[0]
+        log.add_(1)
+        return made
+
+    return body
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a Python condition": (
         lambda: graphify(lambda x: while_loop(lambda c: True, lambda c: c, x))(X),
@@ -512,6 +540,41 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         )(X),
         CaptureError,
         "aten.sort.default, at which the graph is split, inside while_loop",
+    ),
+    "a read of the counter": (
+        lambda: graphify(lambda x: counted(lambda c: c[0] + c[1].item(), x, 3))(X),
+        CaptureError,
+        "saw: Tensor.item reads a tensor on the host",
+    ),
+    "a read of what the next step finds changed": (
+        lambda: graphify(lambda x: counted(reading_and_writing(torch.zeros(2)), x, 3))(X),
+        CaptureError,
+        "saw: a step of while_loop reads a tensor on the host, and changes it for the next step",
+    ),
+    "a write to the carry": (
+        lambda: while_loop(lambda c: c[0].sum() < 9, lambda c: (c[0].add_(1), c[1]), (X.clone(), X)),
+        ProgramError,
+        "saw: body_fun writes leaf [0] of its carry in place\n  instead: new tensors (x + 1, not x.add_(1)); or a body "
+        "marked by @weft.donates, which takes the storage",
+    ),
+    "a write to the carry in a graph": (
+        lambda: graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c.add_(1), x))(X),
+        ProgramError,
+        "saw: body_fun writes leaf (the whole) of its carry in place",
+    ),
+    "a write in a row": (
+        lambda: torch.func.vmap(lambda n: counted(lambda c: c[0] + Y.add_(1), X, n, 4))(torch.tensor([1, 2])),
+        ProgramError,
+        "saw: body_fun writes a tensor that is no part of its carry, and may run after the last step\n"
+        "  instead: the tensor in the carry, and its next value in what body_fun returns",
+    ),
+    "halves that meet": (
+        lambda: graphify(
+            lambda s: while_loop(lambda c: c[1].sum() < 4, count_in_place, (s[:3], s[2:])), donate_argnames="s"
+        )(torch.zeros(4)),
+        ProgramError,
+        "saw: leaves [0] and [1] of a carry in place, which share memory\n"
+        "  instead: weft.clone(...) of one of them, in init_val",
     ),
     "rows that end at different times": (
         lambda: torch.func.vmap(count_steps)(torch.tensor([3, 1])),
