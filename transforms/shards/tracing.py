@@ -328,10 +328,11 @@ def _draws(node: Node) -> bool:
     return bool(chance != 0.0)
 
 
+_CLASS: Any = Tensor
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-_OF_THE_OBJECT = (Tensor.grad.__get__, Tensor.requires_grad.__get__, Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
+_OF_THE_OBJECT = (_CLASS.grad.__get__, _CLASS.requires_grad.__get__, _CLASS.is_leaf.__get__)
 """Attributes that a stand-in does not have as the tensor that is closed over has them."""
-_LOST = {Tensor.data.__set__: "data", Tensor.grad.__set__: "grad"}  # type: ignore[attr-defined]
+_LOST = {_CLASS.data.__set__: "data", _CLASS.grad.__set__: "grad"}
 """Writes of attributes, which no operator makes."""
 
 
@@ -355,7 +356,7 @@ class _Calls(FunctionMode):
         if func in _OF_THE_OBJECT:
             return func(*args)
         args, kwargs = tree_map(lambda x: self.recorder.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == _CLASS.data.__get__:
             return args[0].detach()
         result = func(*args, **kwargs)
         if func in (Tensor.detach_, torch.detach_):
