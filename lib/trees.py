@@ -200,7 +200,7 @@ def built(cls: type, values: Iterable[tuple[str, Any]]) -> Any:
     `__init__`, converters, validators and `__attrs_post_init__` make a value from what a user writes. They would
     change or refuse what a transform puts into a value that exists: traced tensors, axes, gradients, marks.
     """
-    node = object.__new__(cls)
+    node: Any = object.__new__(cls)
     write = object.__setattr__
     for name, value in values:
         write(node, name, value)
@@ -211,9 +211,9 @@ def built(cls: type, values: Iterable[tuple[str, Any]]) -> Any:
 
 def replaced(node: T, values: Mapping[str, Any]) -> T:
     """A value like `node` with other values in some fields, made without a call of its class."""
-    names = class_fields(type(node)).names
-    pairs = [(name, values[name] if name in values else getattr(node, name)) for name in names]
-    changed: T = built(type(node), pairs)
+    cls: Any = type(node)
+    names = class_fields(cls).names
+    changed: T = built(cls, [(name, values[name] if name in values else getattr(node, name)) for name in names])
     return changed
 
 

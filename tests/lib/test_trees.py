@@ -31,6 +31,7 @@ from weft.proofs.strategies.tree_classes import (
     tree_values,
 )
 from weft.splitting import cut_sized
+from weft.transforms.graphs.calls.builder import write_template
 from weft.trees import (
     OF_THIS_VALUE,
     Axes,
@@ -418,3 +419,13 @@ ANY_TREE = st.recursive(
 def test_leaves_are_those_of_torch_in_its_order(tree: Any) -> None:
     ours = tree_leaves(tree)
     assert [*map(id, ours)] == [*map(id, tree_flatten(tree)[0])]
+
+
+def test_the_code_that_makes_results_of_graphs_does_not_construct() -> None:
+    made = weft.graphify(lambda batch: batch)(Doubled(Length(2), torch.ones(2)))
+    assert made.x.tolist() == [4.0, 4.0]
+    structure = tree_structure(Doubled(Length(2), torch.ones(2)))
+    template = write_template(structure, [torch.ones(2)] * 2, [None] * 2, [False] * 2)
+    assert template.structure is None, "generated code makes it"
+    assert template.builder(Length(3))([torch.zeros(2), torch.ones(1)], []).x.tolist() == [0.0, 0.0]
+    assert template.builder(Length(3))([torch.zeros(2), torch.ones(1)], []).length == Length(3)

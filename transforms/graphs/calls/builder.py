@@ -13,16 +13,7 @@ from torch import Tensor
 
 from weft.padding import unpad
 from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
-from weft.trees import (
-    Axes,
-    TreeSpec,
-    built,
-    leaf_axes,
-    node_fields,
-    sized_class_fields,
-    tree_structure,
-    tree_unflatten,
-)
+from weft.trees import Axes, TreeSpec, built, leaf_axes, node_fields, sized_class_fields, tree_structure, tree_unflatten
 
 
 class _Slot:
@@ -64,8 +55,7 @@ def write_template(
     structure: TreeSpec, leaves: Sequence[Any], references: Sequence[int | None], detached: Sequence[bool]
 ) -> Template:
     """Generate the code that makes a result, from the outputs of a recording (`Outputs`)."""
-    names: dict[str, Any] = {"built": built}
-    descriptors, expressions, count = list[str](), list[str](), 0
+    names, descriptors, expressions, count = dict[str, Any](built=built), list[str](), list[str](), 0
     for i, (leaf, reference) in enumerate(zip(leaves, references, strict=True)):
         if reference is not None:
             expressions.append(f"references[{reference}]{'.detach()' * detached[i]}")
@@ -83,17 +73,17 @@ def write_template(
         kind = f"T{len(names)}"
         names[kind] = type(node)
         if (fields := node_fields(type(node))) is not None:
-            sized, arguments = sized_class_fields(type(node)), list[str]()
+            sized, pairs = sized_class_fields(type(node)), list[str]()
             for name in fields.children:
                 child, is_whole = getattr(node, name), sized is not None and name in sized.axes
                 expression = None if child is None else build(child, is_cut and not is_whole)
-                arguments.append(f"({name!r}, {expression})")
+                pairs.append(f"({name!r}, {expression})")
             for name in fields.statics:
                 constant = f"S{len(names)}"
                 names[constant] = getattr(node, name)
                 descriptors.extend([constant] * (is_cut and sized is not None and name in sized.descriptors))
-                arguments.append(f"({name!r}, {constant})")
-            return f"built({kind}, {as_tuple(arguments)})"
+                pairs.append(f"({name!r}, {constant})")
+            return f"built({kind}, {as_tuple(pairs)})"
         parts = [build(child, is_cut) for child in child_nodes(node)]
         if type(node) is dict:
             keys = f"D{len(names)}"
@@ -109,7 +99,7 @@ def write_template(
     axes = functools.cache(lambda: leaf_axes(tree_unflatten(list(leaves), structure)))
     try:
         source, made = build(tree_unflatten([_Slot(e) for e in expressions], structure)), None
-    except Exception:  # a user's class, which generated code cannot read or which validates its fields
+    except Exception:  # a user's class, which generated code cannot read
         source, made = f"[{', '.join(expressions)}]", structure_of
     source = f"def generated(outputs, references):\n    return {source}\n"
     return Template(source, names, tuple(descriptors), axes, made)

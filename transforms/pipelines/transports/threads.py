@@ -111,17 +111,17 @@ class Threads:
             return
         # A thread that is late holds `shared`, and an error holds the frames that it went through, with the batches in
         # them and this transport, which then never ends: only the caller keeps the error.
-        error = failure.error
+        cause = failure.error
         shared.failure = attrs.evolve(failure, error=None)
         if shared.left:
             self._broken = shared.failure
         try:
-            if error is None:
+            if cause is None:
                 raise failure.for_rank(0, "the whole step")
-            error.add_note(f"on rank {failure.rank}, at '{failure.instruction}'")
-            raise error
+            cause.add_note(f"on rank {failure.rank}, at '{failure.instruction}'")
+            raise cause
         finally:
-            del error, failure
+            del cause, failure
 
     def _start(self, count: int) -> None:
         while len(self._tasks) < count:
