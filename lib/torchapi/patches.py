@@ -129,7 +129,7 @@ _FAST_PATH_OFF: ContextVar[bool] = ContextVar("weft.attention_fast_path_off", de
 def _get_fastpath_enabled() -> bool:
     """As torch's, and False in `without_attention_fast_path`. TorchScript compiles this function, and leaves out the
     block; torch.compile follows neither context variables nor torch's function."""
-    if not torch.jit.is_scripting():
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         off = not torch.compiler.is_dynamo_compiling() and _FAST_PATH_OFF.get()
         return not off and torch.backends.mha._is_fastpath_enabled
     return True

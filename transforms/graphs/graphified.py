@@ -195,9 +195,9 @@ class Graphified(Generic[P, R]):
         if enclosing_transform() is None:
             with self._lock:
                 self._cache.note_inline(lambda: inline_reason(call))
-        return self._run_eagerly(args, kwargs)
+        return self._run_without_graph(args, kwargs)
 
-    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def _run_without_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Run the function without a graph, with the bits that a graph has."""
         with without_attention_fast_path():
             return self._fn(*args, **kwargs)
@@ -212,7 +212,7 @@ class Graphified(Generic[P, R]):
                     self._cache.note_inline(functools.partial(self._cache.needs_autograd_reason, plan.graph))
                 else:
                     self._cache.eager_calls.note(NO_REPLAY)
-            return keep_in_place(self._run_eagerly(args, kwargs), self._graphable.roles.donated, call)
+            return keep_in_place(self._run_without_graph(args, kwargs), self._graphable.roles.donated, call)
         with self._lock:
             result = self._replay(plan, (*self._take_donated(call), *call.copied_leaves))
             if watches_borrows():

@@ -96,8 +96,8 @@ def graphify(
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
             shapes depend on data, seeds a random generator, keeps tensors outside, counts in an object, or writes to
-            tensors that it does not own; the error names the line. Also if an argument or a result cannot be part of a key: subclasses of
-            Tensor, arbitrary objects.
+            tensors that it does not own; the error names the line. Also if an argument or a result cannot be part of a
+            key: subclasses of Tensor, arbitrary objects.
         CacheMissError: a miss after `freeze()`.
         VerificationError: a replay differs from the function itself (`verify`); it names the first operator that does.
 

@@ -289,3 +289,15 @@ def test_a_miss_names_the_mode_of_the_module() -> None:
     for one in (g, compiled):
         with pytest.raises(CacheMissError, match=r"module\.training: False, captured True"):
             one(X)
+
+
+def test_a_call_that_runs_the_function_itself_takes_no_fast_path_either() -> None:
+    """Also where replays are compared with the function itself."""
+    module, x = encoder(), torch.randn(2, 3, 8)
+    outer = torch.randn(2, 3, 8, requires_grad=True)
+    for verify in (None, 1):
+        g = graphify(lambda x, y: module(x.detach()) + y, verify=verify)
+        seen = g(x, outer)  # autograd records, so there is no graph
+        with no_fast_path():
+            assert_equal(LAW, seen.detach(), (module(x) + outer).detach())
+        assert g.cache_info().captures == 0
