@@ -214,8 +214,8 @@ _ALIGNMENT = 16
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
+    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    first = int(tensor.storage_offset())
     return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
 
 

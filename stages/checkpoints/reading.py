@@ -165,9 +165,13 @@ def places(
         if path == "embed_tokens" and not layout.first:
             name = "lm_head"
         found |= {part.name: PartView(part.place(getattr(owner, name)), part) for part in field.parts}
-    if config.tie_word_embeddings and EMBED in found:
-        found[HEAD] = found[EMBED]
+    found |= {name: found[other] for name, other in tied_names(config).items() if other in found}
     return found
+
+
+def tied_names(config: ModelConfig) -> dict[str, str]:
+    """The second names of the checkpoint's tensors, each with the first: a tied head is the embedding."""
+    return {HEAD: EMBED} if config.tie_word_embeddings else {}
 
 
 def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from weft.errors import RequestError
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import check_slot, stage_params, write_slot
 from weft.stages.checkpoints.digests import digest_params
-from weft.stages.checkpoints.reading import PartView, list_some, places, tensor_shapes
+from weft.stages.checkpoints.reading import PartView, list_some, places, tensor_shapes, tied_names
 from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
@@ -87,9 +87,13 @@ class Weights:
         else:
             here = places(self.model.params, self.model.config, self.model.layout, self.model.shard)
             (whole,) = split_layers(self.model.config.num_layers, 1)
-            wrong = given.keys() - here.keys() - tensor_shapes(self.model.config, whole).keys()
+            tied = tied_names(self.model.config)
+            wrong = given.keys() - here.keys() - tensor_shapes(self.model.config, whole).keys() - tied.keys()
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
             where = "which the model does not have"
+            for second, first in tied.items():  # on every rank, whatever it holds
+                if {first, second} <= given.keys():
+                    _refuse_two_values(call, first, given[first], second, given[second], self.model.dtype)
         if wrong:
             raise RequestError(call, f"{list_some(sorted(map(str, wrong)))}, {where}", instead)
         new = {name: x for name, x in given.items() if name in here}
@@ -143,7 +147,7 @@ def _tensors(params: DecoderParams) -> dict[str, Tensor]:
 
 
 def _once_each(call: str, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The pairs by name, without those that say the same of a tensor that has several names, as a tied head has.
+    """The pairs by name, without those that say the same of a tensor that has several names.
 
     Raises:
         RequestError: two names of one tensor have different values.
@@ -152,22 +156,23 @@ def _once_each(call: str, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[tu
     for name, (view, new) in pairs.items():
         place = view.device, view.data_ptr(), tuple(view.shape), view.stride()
         first = names.setdefault(place, name) if view.numel() else name
-        if first != name and not _is_same(new, pairs[first][1], view):
-            seen = f"{first!r} and {name!r}, which are one tensor of the model, with different values"
-            raise RequestError(call, seen, "equal values, or one of the two names; untied, they need another model")
+        _refuse_two_values(call, first, pairs[first][1], name, new, view.dtype)
     kept = {*names.values()}
     return [pair for name, pair in pairs.items() if name in kept]
 
 
-def _is_same(first: Tensor, second: Tensor, view: Tensor) -> bool:
-    """Whether two new values of a tensor are equal, as it would hold them; NaN is equal to NaN."""
-    if first is second:
-        return True
-    one, other = (x.to(view.device, view.dtype) for x in (first, second))
-    if view.itemsize == 1:  # torch compares no FP8
+def _refuse_two_values(call: str, first: str, value: Tensor, second: str, other: Tensor, dtype: torch.dtype) -> None:
+    """Raise RequestError unless two names of one tensor of this dtype have equal values; NaN is equal to NaN."""
+    if value is other or first == second:
+        return
+    one, two = (x.to(value.device, dtype) for x in (value, other))
+    if dtype.itemsize == 1:  # torch compares no FP8
         one = one.float()
-        other = other.float()
-    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+        two = two.float()
+    if one.shape == two.shape and bool(torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all()):
+        return
+    seen = f"{first!r} and {second!r}, which are one tensor of the model, with different values"
+    raise RequestError(call, seen, "equal values, or one of the two names; untied, they need another model")
 
 
 def _like(place: PartView) -> Rule:

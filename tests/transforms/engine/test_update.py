@@ -14,11 +14,13 @@ from weft.errors import EngineError, RequestError
 from weft.proofs.strategies.engine.engines import adapters_of, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
+from weft.stages.layout import split_layers
 from weft.stages.model import Model
-from weft.stages.params import DecoderParams
+from weft.stages.params import DecoderParams, slice_params
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.weights import Weights
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves, tree_map
 
@@ -192,7 +194,8 @@ def test_two_values_for_one_tensor_are_refused(first: str) -> None:
         engine.update({names[0]: before + 1.0, names[1]: before.bfloat16()})
     assert str(caught.value) == (
         "engine.update(params)\n"
-        f"  saw: {names[0]!r} and {names[1]!r}, which are one tensor of the model, with different values\n"
+        "  saw: 'model.embed_tokens.weight' and 'lm_head.weight', which are one tensor of the model, "
+        "with different values\n"
         "  instead: equal values, or one of the two names; untied, they need another model"
     )
     assert torch.equal(embedding, before)
@@ -208,6 +211,20 @@ def test_two_values_for_one_tensor_are_refused(first: str) -> None:
     with pytest.raises(RequestError, match=r"'.layers\[0\].down_proj' and '.layers\[1\].down_proj', which are one"):
         engine.update(attrs.evolve(other, layers=(other.layers[0], changed, *other.layers[2:])))
     engine.update(other)
+
+
+def test_a_stage_without_a_tied_tensor_skips_both_of_its_names_or_refuses_their_contradiction() -> None:
+    """A stage in the middle, of a state_dict() that names the head too, does as the other ranks do."""
+    whole = weft.load("demo", "cpu", "float32")
+    layout = split_layers(whole.config.num_layers, 3)[1]
+    params = slice_params(whole.params, layout)
+    weights = Weights(attrs.evolve(whole, layout=layout, params=params), [(layout, params)], None, {})
+    embedding = whole.params.embed_tokens
+    assert embedding is not None
+    given = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+    assert weights.pairs("engine.update(params)", given) == []
+    with pytest.raises(RequestError, match="which are one tensor of the model"):
+        weights.pairs("engine.update(params)", given | {"lm_head.weight": embedding + 1})
 
 
 def test_a_draft_model_that_changes_changes_no_token() -> None:
