@@ -97,15 +97,16 @@ class UnfinishedBodies:
             self._bodies.pop(id(body), None)
 
     def _add(self, body: _Unfinished, count: int) -> None:
+        if body.is_refused:
+            return
         body.num_bytes += count
         self._num_bytes += count
-        if self._num_bytes > self._most:
-            first = next((each for each in self._bodies.values() if not each.is_refused), None)
-            if first is not None:
-                first.is_refused = True
-                self._num_bytes -= first.num_bytes
-                first.num_bytes = 0
-                first.clock.reschedule(0)
+        while self._num_bytes > self._most:
+            first = next(each for each in self._bodies.values() if each.num_bytes)
+            first.is_refused = True
+            self._num_bytes -= first.num_bytes
+            first.num_bytes = 0
+            first.clock.reschedule(0)
 
 
 async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel], bodies: UnfinishedBodies) -> Any:
