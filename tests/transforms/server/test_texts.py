@@ -1,0 +1,80 @@
+"""Texts over HTTP, by tokenizers that decode a token by what is before it: the space of a first word, characters of
+several tokens; in completions, echoes, offsets and the bytes of chats."""
+
+import json
+from collections.abc import Iterator
+
+import attrs
+import pytest
+from serving import Served, ask, served
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from weft.stages.model import Model
+
+PROMPT = "the capital"
+
+
+def sentencepiece(model: Model, kind: str) -> Model:
+    """The model with a tokenizer as Llama 2's or T5's, of as many tokens."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(0x41, 0x5B)] + ["<0xE2>", "<0x98>", "<0x82>"]
+    vocab = ["<unk>", *bytes_, "▁", "▁the", "▁capital", "▁Paris", "▁▁", "x", "the", "☂"]
+    made = Tokenizer(
+        models.Unigram([(token, -1.0 if token[0] == "▁" else -9.0) for token in vocab], unk_id=0, byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    metaspace = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+    made.decoder = decoders.Sequence(parts if kind == "strip" else metaspace)
+    return attrs.evolve(model, tokenizer=made)
+
+
+@pytest.fixture(scope="module", params=["strip", "metaspace"])
+def own(request: pytest.FixtureRequest, model: Model) -> Iterator[tuple[Served, Model]]:
+    spaced = sentencepiece(model, request.param)
+    with served(spaced) as server:
+        yield server, spaced
+
+
+def test_a_completion_keeps_its_first_space(own: tuple[Served, Model]) -> None:
+    server, model = own
+    assert model.tokenizer is not None
+    for token, text in (("▁Paris", " Paris Paris Paris"), ("▁▁", "      ")):
+        chosen = model.tokenizer.token_to_id(token)
+        body = {"prompt": PROMPT, "max_tokens": 3, "allowed_token_ids": [chosen]}
+        assert ask(server, body).json()["choices"][0]["text"] == text
+        assert ask(server, {**body, "echo": True}).json()["choices"][0]["text"] == PROMPT + text
+        streamed = ask(server, {**body, "stream": True}).text.split("\n\n")
+        chunks = [json.loads(line[6:]) for line in streamed if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    chosen = model.tokenizer.token_to_id("▁Paris")
+    stopped = ask(server, {"prompt": PROMPT, "allowed_token_ids": [chosen], "stop": " Paris"}).json()["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", " Paris")
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_count_the_text(own: tuple[Served, Model], echo: bool, stop: str | None) -> None:
+    server, model = own
+    assert model.tokenizer is not None
+    for token, steps in (("▁Paris", [0, 6, 12]), ("☂", [0, 1, 2]), ("<0x41>", [0, 1, 2])):
+        chosen = model.tokenizer.token_to_id(token)
+        body = {"prompt": PROMPT, "max_tokens": 3, "allowed_token_ids": [chosen], "logprobs": 0, "echo": echo}
+        found = ask(server, {**body, "stop": stop}).json()["choices"][0]
+        offsets = found["logprobs"]["text_offset"]
+        base = len(PROMPT) if echo else 0
+        assert offsets[-3:] == [base + step for step in steps]
+        assert offsets[:-3] == ([0, 3] if echo else [])
+        ends = [*offsets[1:], len(found["text"])]
+        pieces = [found["text"][start:end] for start, end in zip(offsets, ends, strict=True)]
+        assert "".join(pieces) == found["text"]
+
+
+def test_the_bytes_of_a_chat_are_its_text(own: tuple[Served, Model]) -> None:
+    server, model = own
+    assert model.tokenizer is not None
+    for token in ("▁Paris", "☂", "<0x41>", "▁▁"):
+        chosen = model.tokenizer.token_to_id(token)
+        body = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3, "logprobs": True}
+        choice = ask(server, {**body, "allowed_token_ids": [chosen]}, "/v1/chat/completions").json()["choices"][0]
+        raw = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"])
+        assert raw.decode() == choice["message"]["content"]
