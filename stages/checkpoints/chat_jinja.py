@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any, Protocol
 
 from jinja2 import Environment, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -33,6 +33,19 @@ _MAX_BYTES = 2**30
 """Memory of that process."""
 _QUICK_SECONDS = 0.1
 """Seconds of a processor in which chats are rendered; what takes longer gives way to everything else."""
+
+
+class Stream(Protocol):
+    """A stream of bytes, which is read, written, or both."""
+
+    def read(self, size: int, /) -> bytes:
+        """So many bytes, or fewer at the end."""
+
+    def write(self, raw: bytes, /) -> object:
+        """Write them."""
+
+    def flush(self) -> None:
+        """Send them."""
 
 
 class _Refused(Exception):
@@ -82,13 +95,13 @@ def packed(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(raw)) + raw
 
 
-def write_message(stream: IO[bytes], message: Mapping[str, Any]) -> None:
+def write_message(stream: Stream, message: Mapping[str, Any]) -> None:
     """Write it."""
     stream.write(packed(message))
     stream.flush()
 
 
-def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
+def read_message(stream: Stream) -> dict[str, Any] | None:
     """Read it; None at the end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
