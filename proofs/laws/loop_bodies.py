@@ -32,12 +32,11 @@ def loop_bodies_are_pythons(loop: LoopBody, device: str = "cpu") -> None:
         warnings.simplefilter("ignore")
         if _python(loop, device, 1) is None:
             return  # a capture runs the body once in any case
+        eager = functools.partial(_run, loop)
+        _check_calls(loop, {"eagerly": eager, "in a graph": graphify(eager)}, device)
         match loop.way:
-            case "in calls":
-                eager = functools.partial(_run, loop)
-                _check_calls(loop, {"eagerly": eager, "in a graph": graphify(eager)}, device)
             case "on ranks":
-                ranks = shard(functools.partial(_run, loop), Mesh(d=2), Replicate(), Replicate())
+                ranks = shard(eager, Mesh(d=2), Replicate(), Replicate())
                 _check_calls(loop, {"on ranks in a graph": graphify(ranks), "on ranks": ranks}, device)
             case "in rows":
                 _check_rows(loop, device)

@@ -252,8 +252,8 @@ def _at(parts: Sequence[Any], counter: Tensor) -> tuple[Any, ...]:
     return tuple(counter if part == "counter" else part for part in parts)
 
 
-WAYS = ("in calls", "on ranks", "in rows", "in derivatives")
-"""The ways to run a loop, each eagerly and in a graph."""
+WAYS = ("on ranks", "in rows", "in derivatives")
+"""The ways to run a loop besides plain calls, each eagerly and in a graph."""
 
 
 @attrs.frozen
