@@ -101,7 +101,7 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         gc.collect()
         gc.freeze()  # a collection that walks torch and the model takes 0.1 s, in the middle of a step
         if http is None:
-            follow(engine, mask_maker(engine.model, here.num_ranks))
+            follow(engine, mask_maker(engine.model))
             return 0
         settings = Settings(
             model=engine.model,

@@ -175,7 +175,7 @@ def hold_interrupt(call: Call) -> HeldInterrupt | None:
     thread, in which Python runs no handlers."""
     if call.thread is not threading.main_thread():
         return None
-    handler = signal.getsignal(signal.SIGINT)
+    handler: Any = signal.getsignal(signal.SIGINT)
     while isinstance(handler, HeldInterrupt) and not handler.call.is_under_way():
         handler = handler.handler  # an exception from outside kept that call from its end
     if not callable(handler) or isinstance(handler, HeldInterrupt):

@@ -98,6 +98,7 @@ class Engine:
             speculation.check(call, model, 0 in split.here)
         graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)  # once, with one warning
         self._is_distributed = split.is_distributed
+        self._decides = 0 in self.transport.ranks(split.num_stages * split.num_shards)
         limits = limits or EngineLimits()
         if self._is_distributed:
             own = {f"limits.{name}": getattr(limits, name) for name in ("num_pages", "max_step_seconds")}
@@ -183,9 +184,10 @@ class Engine:
             call = call_of_add(sampling, max_tokens, name)
             requests, mask = self._builder.build(call, index, name, prompt, sampling, **options)
             check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
-            entered.changing = "add"
             try:
+                entered.changing = "add"
                 self._insert(name, requests, mask)
+                entered.changing = ""
             except BaseException as error:  # all of it is in the engine, or nothing
                 self._host = forget(self._host, [each.id for each in requests])
                 self._outputs.forget(name, requests)
@@ -193,7 +195,6 @@ class Engine:
                 if not self._is_distributed or isinstance(error, WeftError):  # other ranks may have it
                     entered.changing = ""
                 raise
-            entered.changing = ""
         return name
 
     def _insert(self, name: str, requests: Sequence[Request], mask: Mask | None) -> None:
@@ -353,8 +354,9 @@ class Engine:
         works: list[Work] = []
         for _ in range(self.limits.budget.num_cohorts):
             self._host, more = schedule(self._host, self.limits.budget)
-            works += map(self._apply_masks, more)
+            works += more
         if works:
+            works = self._apply_masks(works)
             if self._is_distributed:
                 for work in works:
                     self.transport.assert_equal("the work", work.summary)
@@ -364,14 +366,15 @@ class Engine:
                 self._outputs.note_admissions(work)
         return bool(works)
 
-    def _apply_masks(self, work: Work) -> Work:
-        """The work with its requests' masks. A request whose mask fails ends, and what is sampled for it is dropped."""
-        work, failed = self._outputs.apply_masks(work)
+    def _apply_masks(self, works: Sequence[Work]) -> list[Work]:
+        """The works with their requests' masks. A request whose mask fails ends, and what is sampled for it is
+        dropped."""
+        masked, failed = self._outputs.apply_masks(works, self.transport.share, decides=self._decides)
         for name, error in failed.items():
             if self._host.find(name) is not None:  # its mask may have aborted it
                 self._host = finish(self._host, name, "error")
                 self._unreturned.append(self._outputs.end(name, "error", [], error))
-        return work
+        return masked
 
     def _copy_results(self, finished: Sequence[FinishedWork]) -> None:
         """Start to copy the results of finished work to the host."""

@@ -1,9 +1,10 @@
 """Outputs: from the tokens that a step sampled to each request's text, stop texts, outputs and streams."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,7 +16,7 @@ from weft.errors import EngineError, ProgramError, RequestError, WeftError
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.requests.host_state import Request, find_open
-from weft.transforms.engine.requests.masks import Mask, RequestMask, blame, compute_mask
+from weft.transforms.engine.requests.masks import Mask, MaskBudget, RequestMask, blame, budget_of, compute_mask
 from weft.transforms.engine.steps.results import StepResult
 from weft.transforms.engine.steps.step import Work
 
@@ -104,6 +105,30 @@ class _OpenCompletion:
         return RequestOutput(self.id, self.index, tokens, text, reason, state, error, captured)
 
 
+class MaskClock:
+    """The processor's time that the masks of a step take, by request.
+
+    Args:
+        num_requests: those with masks in the step.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.seconds: dict[str, float] = {}
+        self._num_requests = num_requests
+
+    def now(self) -> float:
+        """Seconds of this thread's, not those in which others had the processor."""
+        return time.thread_time()
+
+    def note(self, id: str, begin: float) -> None:
+        """Note a mask that was begun at `begin`."""
+        self.seconds[id] = self.seconds.get(id, 0.0) + self.now() - begin
+
+    def budget(self, budget: MaskBudget) -> MaskBudget:
+        """A request's share of a budget."""
+        return budget.share(self._num_requests)
+
+
 class OutputProcessor:
     """The completions that have not ended, by name; a request's first one has the request's name.
 
@@ -123,6 +148,8 @@ class OutputProcessor:
         self._names: dict[str, list[str]] = {}
         self.ended: Counter[str] = Counter()
         self._masks: dict[str, RequestMask] = {}
+        self._budgets: dict[str, MaskBudget] = {}
+        self._debts: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -146,11 +173,15 @@ class OutputProcessor:
             self._open[request.id] = _OpenCompletion(id, index, state, first_job)
             if own_mask is not None:
                 self._masks[request.id] = own_mask
+        budget = budget_of(mask)
+        if budget is not None:
+            self._budgets[id] = budget
         self._names[id] = [request.id for request in requests]
 
     def forget(self, id: str, requests: Sequence[Request]) -> None:
         """Take back what `add` has done, or has begun to do."""
         self._names.pop(id, None)
+        self._budgets.pop(id, None)
         for request in requests:
             self._masks.pop(request.id, None)
             self._open.pop(request.id, None)
@@ -164,22 +195,65 @@ class OutputProcessor:
                 if own is not None and own.state.times.admitted is None:  # its mask may have ended it
                     own.state.times.admitted = time.monotonic()
 
-    def apply_masks(self, work: Work) -> tuple[Work, dict[str, RequestError]]:
-        """The work with its requests' masks, and an error for each completion whose mask failed."""
-        failed: dict[str, RequestError] = {}
-        if not self._masks:
-            return work, failed
-        rows = zip(work.requests, work.samples, strict=True)
-        masks = tuple(self._mask(name, failed) if sampled and name in self._masks else None for name, sampled in rows)
-        return (work if all(mask is None for mask in masks) else attrs.evolve(work, masks=masks)), failed
+    def apply_masks(
+        self, works: Sequence[Work], share: Callable[[Any], Any], *, decides: bool = True
+    ) -> tuple[list[Work], dict[str, RequestError]]:
+        """The works of a step with their requests' masks, and an error for each completion whose mask failed.
 
-    def _mask(self, name: str, failed: dict[str, RequestError]) -> bytes | None:
+        Args:
+            works: of one step.
+            share: sends rank 0's value to all ranks (`Transport.share`).
+            decides: this is rank 0, by whose clock a mask takes too long. The others hear first which masks failed
+                there, and compute the rest.
+        """
+        masked = [name for work in works for name in _sampled(work) if name in self._masks]
+        if not masked:
+            return [*works], {}
+        clock = MaskClock(len({self._open[name].id for name in masked}))
+        failed: dict[str, RequestError] = {}
+        if not decides:
+            failed = {name: RequestError(*words) for name, words in share(None).items()}
+        masks = {name: self._mask(name, failed, clock if decides else None) for name in masked}
+        for id, seconds in clock.seconds.items():
+            if id in self._budgets:
+                self._debts[id] = clock.budget(self._budgets[id]).owed(self._debts.get(id, 0.0), seconds)
+        if decides:
+            share({name: (error.call, error.seen, error.instead) for name, error in failed.items()})
+        kept = {name: mask for name, mask in masks.items() if mask is not None and name not in failed}
+        return [_with_masks(work, kept) for work in works], failed
+
+    def _mask(self, name: str, failed: dict[str, RequestError], clock: MaskClock | None) -> bytes | None:
+        if name in failed or name not in self._masks:  # the mask of another may have ended it
+            return None
         own = self._open[name]
+        begin = 0.0 if clock is None else clock.now()
         try:
-            return compute_mask(own.id, self._masks[name], own.state.token_ids, self._vocab_size)
+            mask = compute_mask(own.id, self._masks[name], own.state.token_ids, self._vocab_size)
         except RequestError as error:
             failed[name] = error
             return None
+        finally:
+            if clock is not None:
+                clock.note(own.id, begin)
+        if clock is not None and own.id in self._budgets and own.id in self._names:
+            self._check_budget(own, failed, clock)
+        return mask
+
+    def _check_budget(self, own: _OpenCompletion, failed: dict[str, RequestError], clock: MaskClock) -> None:
+        """Let all completions of a request fail whose masks have taken too long."""
+        budget = clock.budget(self._budgets[own.id])
+        seconds = clock.seconds[own.id]
+        debt = self._debts.get(own.id, 0.0)
+        if not budget.is_exceeded(debt, seconds):
+            return
+        call = f"the masks of request {own.id!r}, after {len(own.state.token_ids)} tokens"
+        seen = (
+            f"{seconds:.2g} s of a step, for which all others wait, after {debt:.2g} s too much in steps before; its "
+            f"share is {budget.step_seconds:.2g} s, and {budget.burst_seconds:.2g} s more in sum"
+        )
+        instead = "a grammar with fewer repetitions within repetitions, fewer completions, or fewer max_tokens"
+        for each in self._names[own.id]:
+            failed.setdefault(each, RequestError(call, seen, instead))
 
     def append_per_token(self, work: Work, result: StepResult) -> None:
         """Append what a step returned of each token: the logprobs of prompts, and what the stages captured."""
@@ -254,9 +328,23 @@ class OutputProcessor:
         others.remove(name)
         if not others:
             del self._names[own.id]
+            self._budgets.pop(own.id, None)
+            self._debts.pop(own.id, None)
         self._masks.pop(name, None)
         del self._open[name]
         return own.output(tokens, own.state.reason, error)
+
+
+def _sampled(work: Work) -> Iterable[str]:
+    """The completions for which a step samples."""
+    return itertools.compress(work.requests, work.samples)
+
+
+def _with_masks(work: Work, masks: Mapping[str, bytes]) -> Work:
+    """The work with the masks of those for which it samples."""
+    sampled = {*_sampled(work)}
+    of_rows = tuple(masks.get(name) if name in sampled else None for name in work.requests)
+    return work if all(mask is None for mask in of_rows) else attrs.evolve(work, masks=of_rows)
 
 
 def _undecodable(own: _OpenCompletion, error: BaseException) -> RequestError:

@@ -25,6 +25,7 @@ from weft.transforms.server.bodies import ServerLimits, UnfinishedBodies, check_
 from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
+from weft.transforms.server.grammars.compiling import GrammarUse
 from weft.transforms.server.grammars.masks import CompileGrammar
 from weft.transforms.server.host import STILL_SECONDS, ClosedError, Host
 from weft.transforms.server.metrics import Metrics
@@ -238,8 +239,9 @@ class Server:
         grammar = None
         if body.response_format is not None and body.response_format.type != "text":
             form = body.response_format.model_dump(by_alias=True, exclude_none=True)
+            use = GrammarUse(num_tokens=max_tokens or limit - min(map(len, prompts)), n=count)
             async with while_connected(request.receive):
-                grammar = await self._compiled(form)
+                grammar = await self._compiled(form, use)
         own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras}
         own |= {"cache_salt": body.cache_salt, "captured": body.weft.captured, "grammar": grammar}
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
@@ -248,13 +250,16 @@ class Server:
         writer = Writer(f"{kind}-{secrets.token_hex(12)}", body.model or self.name, self.vocabulary)
         return Asked(body, requests, writer)
 
-    async def _compiled(self, form: dict[str, Any]) -> str:
-        """A `response_format`, compiled beside the event loop."""
+    async def _compiled(self, form: dict[str, Any], use: GrammarUse) -> str:
+        """A `response_format`, compiled beside the event loop, where slow ones wait for each other."""
+        found = self._compile_grammar.find(form, use)
+        if found is not None:
+            return found
         if self._num_compiling >= _MOST_COMPILING:
             raise Refusal(429, f"{self._num_compiling} grammars wait to be compiled", "rate_limit_error", code="busy")
         self._num_compiling += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_grammar, form)
+            return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_grammar, form, use)
         except ImportError as error:
             seen = f"this server has no grammars: {error}; {install_command('serve')}"
             raise Refusal(501, seen, param="response_format", code="no_grammars") from error

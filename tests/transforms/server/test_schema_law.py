@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from drawn_schemas import kept_schemas, keywords, odd_schemas
 from hypothesis import Phase, event, given, settings, strategies as st
 
@@ -18,7 +19,7 @@ from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.model import Model
 from weft.transforms.server.grammars import compiling, masks as masks_module, schemas
-from weft.transforms.server.grammars.compiling import GrammarLimits, Tokens
+from weft.transforms.server.grammars.compiling import GrammarLimits, GrammarUse, Tokens
 from weft.transforms.server.grammars.masks import Grammars, Masks
 from weft.transforms.server.grammars.patterns import rewrite
 from weft.transforms.server.vocabulary import Vocabulary
@@ -203,7 +204,7 @@ def bounded() -> Any:
     model = load(DEMO, "cpu", "float32")
     limits = GrammarLimits(seconds=3.0, memory=2**29)
     tokens = Tokens.of(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
-    found = Bounded(Grammars(tokens, limits), Masks(tokens, limits.token_seconds))
+    found = Bounded(Grammars(tokens, limits), Masks(tokens, limits.budget))
     yield found
     found.grammars.close()
 
@@ -256,9 +257,61 @@ def test_a_process_that_ends_is_replaced(bounded: Bounded) -> None:
     assert bounded.mask({"type": "regex", "regex": "abc"})([]) is not None
 
 
-def test_a_mask_that_takes_too_long_ends_its_request(bounded: Bounded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded.masks, "_token_seconds", -1.0)
-    mask = bounded.mask({"type": "regex", "regex": "a*"})
-    with pytest.raises(RequestError) as found:
-        mask([])
-    assert "a grammar that takes more than -1 s for a token" in str(found.value)
+NESTED = [{"type": "regex", "regex": "(" * depth + "a*" + ")*" * depth} for depth in (2, 3)]
+CHAINS = [
+    {
+        "type": "grammar",
+        "grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(length)) + f'\nr{length} ::= "a"*',
+    }
+    for length in (4, 8)
+]
+
+
+@pytest.mark.parametrize("form", [*NESTED, *CHAINS], ids=lambda form: form["type"])
+def test_a_grammar_that_is_slow_only_later_is_refused_for_a_request_that_gets_there(
+    bounded: Bounded, form: Any
+) -> None:
+    """Each token costs more than the one before: what 16 tokens take says nothing of 256 of 100 completions."""
+    short = bounded.grammars.compile(form, GrammarUse(num_tokens=16, n=1))
+    with pytest.raises(RequestError, match=r"s for a token for each of 100 completions after \d+ tokens; a step may"):
+        bounded.grammars.compile(form, GrammarUse(num_tokens=256, n=100))
+    assert bounded.grammars.find(form, GrammarUse(num_tokens=8, n=1)) == short
+    assert bounded.grammars.find(form, GrammarUse(num_tokens=256, n=100)) is None
+
+
+def test_planted_a_trial_of_64_tokens_for_one_completion_finds_nothing(bounded: Bounded) -> None:
+    """What was done before; the tests above would fail."""
+    assert bounded.grammars.compile(NESTED[-1], GrammarUse(num_tokens=64, n=1))
+
+
+@pytest.mark.parametrize("use", [GrammarUse(num_tokens=8, n=2), GrammarUse(num_tokens=9, n=1)], ids=str)
+def test_a_grammar_is_tried_anew_for_a_longer_use_alone(bounded: Bounded, use: GrammarUse) -> None:
+    form = {"type": "regex", "regex": f"[ab]{{{use.num_tokens}}}c{{{use.n}}}"}
+    text = bounded.grammars.compile(form, GrammarUse(num_tokens=8, n=1))
+    assert bounded.grammars.find(form, GrammarUse(num_tokens=8, n=1)) == text
+    assert bounded.grammars.find(form, use) is None
+    assert bounded.grammars.compile(form, use) == text
+    assert bounded.grammars.find(form, use) == text
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_completions_that_share_matchers_have_the_masks_of_matchers_of_their_own(
+    bounded: Bounded, seed: int, n: int
+) -> None:
+    """They begin alike and part; some end before others, in any order within a step."""
+    draw = random.Random(seed)
+    form = {"type": "regex", "regex": "(a|b|ab)*c"}
+    text = bounded.grammars.compile(form)
+    shared = bounded.masks.mask(text)
+    said: list[list[int]] = [[] for _ in range(n)]
+    for _ in range(6):
+        draw.shuffle(said)
+        for tokens in said:
+            bits = shared(tokens)
+            assert torch.equal(bits, bounded.masks.mask(text)(tokens))
+            allowed = [token for token in range(257) if bits[token // 32] >> token % 32 & 1]
+            tokens.append(draw.choice(allowed[:2]))
+        if len(said) > 1 and draw.random() < 0.3:
+            said.pop()
+    assert len(shared._states) <= n + n

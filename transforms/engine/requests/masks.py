@@ -22,9 +22,45 @@ the vocabulary, [ceil(vocab_size / 32)] int32, the lowest bit first, as XGrammar
 
 Every rank that has a stage calls it for the same tokens, and must get the same answer. `outputs.apply_masks` calls it
 and puts its bits into `step.Work.masks`; the work's batch has them as `Batch.token_mask`; and
-`weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other tokens."""
+`weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other tokens.
+
+If it has an attribute `budget`, a `MaskBudget`, a request whose masks take longer ends with an error: all others wait
+while masks are computed."""
 _MAX_REPEATS = 16
 """A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator may be endless."""
+
+
+@attrs.frozen(kw_only=True)
+class MaskBudget:
+    """The time of the processor that the masks of a step may take. Each request of the step has an equal share, for the
+    masks of all its completions together.
+
+    Args:
+        step_seconds: in each step.
+        burst_seconds: beyond that, in sum. A step that takes less than `step_seconds` pays back the rest.
+    """
+
+    step_seconds: float
+    burst_seconds: float
+
+    def share(self, num_requests: int) -> "MaskBudget":
+        """The budget of one of so many requests. Its burst is no shorter than a step, so that a pause of Python's ends
+        none."""
+        burst = max(self.burst_seconds / num_requests, self.step_seconds)
+        return MaskBudget(step_seconds=self.step_seconds / num_requests, burst_seconds=burst)
+
+    def owed(self, debt: float, seconds: float) -> float:
+        """What is owed after a step that took so many seconds, when `debt` was owed before."""
+        return max(0.0, debt + seconds - self.step_seconds)
+
+    def is_exceeded(self, debt: float, seconds: float) -> bool:
+        """Whether such a step takes too long."""
+        return self.owed(debt, seconds) > self.burst_seconds
+
+
+def budget_of(mask: Mask | None) -> MaskBudget | None:
+    """The budget that a mask brings; None: it may take any time."""
+    return getattr(mask, "budget", None)
 
 
 @attrs.frozen(eq=False)
@@ -142,6 +178,7 @@ def without_bad_words(
             return bits if found is None else found.cpu() & bits
         return (token for token in found if token not in barred)
 
+    allowed.budget = budget_of(mask)  # type: ignore[attr-defined]
     return params, allowed
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 
 from weft.errors import RequestError
+from weft.transforms.engine.requests.masks import MaskBudget
 from weft.transforms.server.vocabulary import Vocabulary
 
 _START_SECONDS = 60.0
@@ -28,7 +29,8 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """The time, and the place in XGrammar's source, before what it says."""
 _LARGEST, _LARGEST_PER_TOKEN = 4 * 2**20, 128
 """Bytes of a compiled grammar, as text."""
-_TRIED_TOKENS, _TRIED_SEEDS = 64, 2
+_TRIED_SEEDS = 2
+_BUDGET = MaskBudget(step_seconds=0.05, burst_seconds=0.2)
 
 
 @attrs.frozen(kw_only=True)
@@ -38,12 +40,38 @@ class GrammarLimits:
     Args:
         seconds: in which it is compiled.
         memory: bytes beyond those of XGrammar itself.
-        token_seconds: of the processor, for the mask of one token.
+        budget: of the masks of one request, when it is tried and when it is used.
+        trial_seconds: of the processor, for which it is tried on each of some texts.
     """
 
     seconds: float = 10.0
     memory: int = 2**30
-    token_seconds: float = 0.25
+    budget: MaskBudget = _BUDGET
+    trial_seconds: float = 1.0
+
+
+@attrs.frozen(kw_only=True)
+class GrammarUse:
+    """The request for which a grammar is compiled.
+
+    Args:
+        num_tokens: the most that a completion generates.
+        n: its completions, each of which needs a mask in each step.
+    """
+
+    num_tokens: int
+    n: int
+
+    def covers(self, other: "GrammarUse") -> bool:
+        """Whether what was tried for this use was tried for the other."""
+        return self.num_tokens >= other.num_tokens and self.n >= other.n
+
+    def joined(self, other: "GrammarUse") -> "GrammarUse":
+        """The longer one, if one covers the other; else the other."""
+        return self if self.covers(other) else other
+
+
+SHORT_USE = GrammarUse(num_tokens=64, n=1)
 
 
 @attrs.frozen(eq=False)
@@ -93,13 +121,14 @@ class Compiler:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
 
-    def compile(self, call: str, kind: str, source: str) -> str:
+    def compile(self, call: str, kind: str, source: str, use: GrammarUse = SHORT_USE) -> str:
         """A compiled grammar, as XGrammar writes it.
 
         Args:
             call: of an error.
             kind: `json_schema`, `json_object`, `regex` or `grammar`.
             source: of that kind.
+            use: for which it is tried.
 
         Raises:
             RequestError: XGrammar refuses it, or it is beyond the limits.
@@ -107,7 +136,7 @@ class Compiler:
         with self._lock:
             pipe = self._started()
             try:
-                pipe.send((kind, source))
+                pipe.send((kind, source, use))
                 if not pipe.poll(self._limits.seconds):
                     self._end()
                     seen = f"a grammar that is not compiled within {self._limits.seconds:g} s"
@@ -127,8 +156,9 @@ class Compiler:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = theirs, attrs.astuple(self._tokens), self._limits
-        self._process = context.Process(target=_serve, args=arguments, name="weft grammars", daemon=True)
-        self._process.start()
+        process = context.Process(target=_serve, args=arguments, name="weft grammars", daemon=True)
+        process.start()
+        self._process = process  # one that could not be started is none that could be ended
         theirs.close()
         with contextlib.suppress(EOFError, OSError):
             if self._pipe.poll(_START_SECONDS) and self._pipe.recv() == "ready":
@@ -163,10 +193,10 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError):
         while True:
-            kind, source = pipe.recv()
+            kind, source, use = pipe.recv()
             try:
                 compiled = compile_with(compiler, kind, source)
-                _try(xgrammar.GrammarMatcher(compiled), info, kind, limits)
+                try_out(xgrammar.GrammarMatcher(compiled), info, kind, limits, use)
                 found = compiled.serialize_json()
                 most = _LARGEST + _LARGEST_PER_TOKEN * info.vocab_size
                 if len(found) > most:  # each rank reads it while others wait
@@ -191,27 +221,46 @@ def compile_with(compiler: Any, kind: str, source: str) -> Any:
     return compiler.compile_grammar(source) if kind == "grammar" else compiler.compile_regex(source)
 
 
-def _try(matcher: Any, info: Any, kind: str, limits: GrammarLimits) -> None:
-    """Follow the grammar for some tokens: a grammar may be compiled soon and take seconds for each token."""
+def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: GrammarUse) -> None:
+    """Follow the grammar for as many tokens as a request may have: a grammar may be compiled soon and take seconds for
+    each token, or ever more the longer the text is."""
     import numpy as np
 
-    bits, stops = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32), {*info.stop_token_ids}
+    bits = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32)
+    stops = {*info.stop_token_ids}
     for seed in range(_TRIED_SEEDS):
         matcher.reset()
-        drawn = random.Random(seed)
-        for count in range(_TRIED_TOKENS):
-            begin = time.thread_time()
-            matcher.fill_next_token_bitmask(bits)
-            if time.thread_time() - begin > limits.token_seconds:
-                raise _TooLarge(f"a grammar that takes more than {limits.token_seconds:g} s for a token")
+        draw = random.Random(seed)
+        end = time.thread_time() + limits.trial_seconds
+        debt = 0.0
+        accepting = 0.0
+        for count in range(use.num_tokens):
+            seconds = accepting + _fill_seconds(matcher, bits)
+            if limits.budget.is_exceeded(debt, use.n * seconds):
+                times = f" for each of {use.n} completions" * (use.n > 1)
+                seen = f"a grammar that takes {seconds:.2g} s for a token{times} after {count} tokens; a step may take"
+                raise _TooLarge(f"{seen} {limits.budget.step_seconds:g} s for all of them")
+            debt = limits.budget.owed(debt, use.n * seconds)
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[: info.vocab_size])
-            going = [int(token) for token in allowed if int(token) not in stops]
+            going = allowed[~np.isin(allowed, [*stops])]
             if not count and (not len(allowed) or (kind.startswith("json") and len(going) < len(allowed))):
                 raise _TooLarge("a grammar that no text fits")
-            if not going:
+            if not len(going) or time.thread_time() > end:
                 break
             # A grammar's worst texts repeat a token: the first half of them does.
-            matcher.accept_token(going[0] if seed == 0 else drawn.choice(going))
+            token = int(going[0] if seed == 0 else going[draw.randrange(len(going))])
+            begin = time.thread_time()
+            matcher.accept_token(token)
+            accepting = time.thread_time() - begin
+
+
+def _fill_seconds(matcher: Any, bits: Any) -> float:
+    """The time of the processor for a mask, the shorter of two: the first may find nothing in its caches."""
+    begin = time.thread_time()
+    matcher.fill_next_token_bitmask(bits)
+    middle = time.thread_time()
+    matcher.fill_next_token_bitmask(bits)
+    return min(middle - begin, time.thread_time() - middle)
 
 
 def _limit_memory(more: int) -> None:

@@ -7,26 +7,49 @@ import functools
 import hashlib
 import json
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import attrs
 import torch
 from torch import Tensor
 
 from weft.errors import RequestError
 from weft.stages.model import Model
-from weft.transforms.engine.requests.masks import Mask
+from weft.transforms.engine.requests.masks import Mask, MaskBudget
 from weft.transforms.server.commands import MakeMask
-from weft.transforms.server.grammars.compiling import Compiler, GrammarLimits, Tokens, source_of
+from weft.transforms.server.grammars.compiling import (
+    SHORT_USE,
+    Compiler,
+    GrammarLimits,
+    GrammarUse,
+    Tokens,
+    source_of,
+)
 from weft.transforms.server.vocabulary import Vocabulary
 
 _KEPT = 16 * 2**20
 """Bytes of the grammars that are kept although no request has them."""
-CompileGrammar = Callable[[Mapping[str, Any]], str]
-"""Compiles a `response_format`, as a text for `Masks`."""
+
+
+class CompileGrammar(Protocol):
+    """Compiles a `response_format`, as a text for `Masks`."""
+
+    def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
+        """One that was compiled before; None: it was not. It returns at once."""
+
+    def __call__(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE, /) -> str:
+        """Compile one, if it was not compiled before."""
+
+
+@attrs.frozen
+class _Compiled:
+    """A compiled grammar, and the use for which it was tried."""
+
+    text: str
+    use: GrammarUse
 
 
 class Grammars:
@@ -38,28 +61,45 @@ class Grammars:
     """
 
     def __init__(self, tokens: Tokens, limits: GrammarLimits) -> None:
-        self._compiler, self._lock = Compiler(tokens, limits), threading.Lock()
-        self._last, self._size = OrderedDict[str, str](), 0
+        self._compiler = Compiler(tokens, limits)
+        self._lock = threading.Lock()
+        self._last = OrderedDict[str, _Compiled]()
+        self._size = 0
 
-    def compile(self, form: Mapping[str, Any]) -> str:
+    def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
+        """A `response_format` that was compiled before, and tried for as long a use; None: `compile` it. It waits for
+        nobody."""
+        key = json.dumps(form)
+        with self._lock:
+            kept = self._last.get(key)
+            if kept is None or not kept.use.covers(use):
+                return None
+            self._last.move_to_end(key)
+            return kept.text
+
+    def compile(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE) -> str:
         """A `response_format`, compiled.
 
         Raises:
             RequestError: a schema or a grammar that cannot be compiled, or that is beyond the limits.
         """
-        call, key = f"response_format of type {form['type']!r}", json.dumps(form)
+        found = self.find(form, use)
+        if found is not None:
+            return found
+        call = f"response_format of type {form['type']!r}"
+        text = self._compiler.compile(call, *source_of(call, form), use)
+        key = json.dumps(form)
         with self._lock:
-            if (found := self._last.get(key)) is not None:
-                self._last.move_to_end(key)
-                return found
-        found = self._compiler.compile(call, *source_of(call, form))
-        with self._lock:
-            if key not in self._last:
-                self._last[key] = found
-                self._size += len(key) + len(found)
+            before = self._last.pop(key, None)
+            if before is None:
+                self._size += len(key) + len(text)
+                self._last[key] = _Compiled(text, use)
+            else:
+                self._last[key] = _Compiled(before.text, before.use.joined(use))
             while self._size > _KEPT:
-                self._size -= sum(map(len, self._last.popitem(last=False)))
-        return found
+                dropped, compiled = self._last.popitem(last=False)
+                self._size -= len(dropped) + len(compiled.text)
+        return text
 
     def close(self) -> None:
         """End the process that compiles."""
@@ -71,15 +111,14 @@ class Masks:
 
     Args:
         tokens: of the model.
-        token_seconds: seconds of the processor for the mask of one token, after which its request ends with an error.
-            None: no limit, where several ranks have the mask, since one that is slower must not decide otherwise.
+        budget: what the masks of one request may take; the engine ends a request that takes more.
     """
 
-    def __init__(self, tokens: Tokens, token_seconds: float | None) -> None:
+    def __init__(self, tokens: Tokens, budget: MaskBudget) -> None:
         import xgrammar
 
         self._info, self._num_words = tokens.info(), -(-len(tokens.written) // 32)
-        self._token_seconds = token_seconds
+        self._budget = budget
         self._new_matcher: Callable[..., Any] = xgrammar.GrammarMatcher
         self._read: Callable[[str, Any], Any] = xgrammar.CompiledGrammar.deserialize_json
         self._lock = threading.Lock()
@@ -89,7 +128,7 @@ class Masks:
     def mask(self, compiled: str) -> Mask:
         """The mask of a compiled grammar."""
         grammar = self._grammar(compiled)
-        return _GrammarMask(lambda: self._new_matcher(grammar), self._num_words, self._token_seconds)
+        return _GrammarMask(lambda: self._new_matcher(grammar), self._num_words, self._budget)
 
     def _grammar(self, compiled: str) -> Any:
         key = hashlib.blake2b(compiled.encode(), digest_size=16).digest()
@@ -104,27 +143,62 @@ class Masks:
         return found
 
 
-class _GrammarMask:
-    """The mask of one request. Each of its completions has a matcher, found by the tokens that it has read."""
+@attrs.define(eq=False)
+class _State:
+    """What the grammar allows after some tokens.
 
-    def __init__(self, new_matcher: Callable[[], Any], num_words: int, seconds: float | None) -> None:
-        self._new_matcher, self._num_words, self._seconds = new_matcher, num_words, seconds
-        self._matchers: dict[tuple[int, ...], Any] = {}
+    Args:
+        matcher: has read them.
+        bits: the tokens that may be next.
+        num_completions: those that have these tokens, and have not come back with one more.
+    """
+
+    matcher: Any
+    bits: Tensor
+    num_completions: int = 0
+
+
+class _GrammarMask:
+    """The mask of one request. Completions that have said the same share a matcher: it is copied where they part."""
+
+    def __init__(self, new_matcher: Callable[[], Any], num_words: int, budget: MaskBudget) -> None:
+        self.budget = budget
+        self._new_matcher = new_matcher
+        self._num_words = num_words
+        self._states: dict[tuple[int, ...], _State] = {}
 
     def __call__(self, token_ids: Sequence[int]) -> Tensor:
-        begin, tokens = time.thread_time(), tuple(token_ids)
-        matcher, rest = self._matchers.pop(tokens[:-1], None) if tokens else None, tokens[-1:]
-        if matcher is None:
-            matcher, rest = self._new_matcher(), tokens
+        tokens = tuple(token_ids)
+        before = self._leave(tokens[:-1]) if tokens else None
+        state = self._states.get(tokens)
+        if state is None:
+            state = self._states[tokens] = self._read(tokens, before)
+        state.num_completions += 1
+        return state.bits
+
+    def _leave(self, tokens: tuple[int, ...]) -> _State | None:
+        """The state of a completion before its last token."""
+        state = self._states.get(tokens)
+        if state is not None:
+            state.num_completions -= 1
+            if not state.num_completions:
+                del self._states[tokens]
+        return state
+
+    def _read(self, tokens: tuple[int, ...], before: _State | None) -> _State:
+        rest = tokens[-1:]
+        if before is None:
+            matcher = self._new_matcher()
+            rest = tokens
+        elif before.num_completions:
+            matcher = before.matcher.fork()
+        else:
+            matcher = before.matcher
         for token in rest:
             matcher.accept_token(token)
-        self._matchers[tokens] = matcher
         bits = torch.full((self._num_words,), -1, dtype=torch.int32)
         matcher.fill_next_token_bitmask(bits.numpy()[None])
-        if self._seconds is not None and time.thread_time() - begin > self._seconds:
-            seen = f"a grammar that takes more than {self._seconds:g} s for a token, which keeps all others waiting"
-            raise RequestError("response_format", seen, "one with fewer repetitions within repetitions")
-        return bits
+        return _State(matcher, bits)
 
 
 def _tokens_of(model: Model) -> Tokens:
@@ -133,36 +207,55 @@ def _tokens_of(model: Model) -> Tokens:
     return Tokens.of(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
 
 
-def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> CompileGrammar:
+class ModelGrammars:
     """Compiles `response_format`s for a model; XGrammar reads the vocabulary at the first one.
 
-    The function that it returns raises RequestError for a model without an end-of-sequence token, since nothing could
-    follow a complete answer.
+    Args:
+        model: from `weft.load`; the weights are not read.
+        limits: of a grammar.
+
+    It raises RequestError for a model without an end-of-sequence token, since nothing could follow a complete answer.
     """
 
-    @functools.cache
-    def grammars() -> Grammars:
-        import xgrammar  # noqa: F401, whose absence is found here, not in its process
+    def __init__(self, model: Model, limits: GrammarLimits | None = None) -> None:
+        self._model = model
+        self._limits = limits or GrammarLimits()
+        self._lock = threading.Lock()
+        self._made: Grammars | None = None
 
-        return Grammars(_tokens_of(model), limits or GrammarLimits())
+    def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
+        """A `response_format` that was compiled before for such a use; None: there is none."""
+        return None if self._made is None else self._made.find(form, use)
 
-    def compile_grammar(form: Mapping[str, Any]) -> str:
+    def __call__(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE) -> str:
+        model = self._model
         if not model.config.eos_token_ids:
             seen = (
                 f"the model {model.path.name!r}, which has no end-of-sequence token that could follow a complete answer"
             )
             instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
             raise RequestError(f"response_format of type {form['type']!r}", seen, instead)
-        return grammars().compile(form)
+        return self._grammars().compile(form, use)
 
-    return compile_grammar
+    def _grammars(self) -> Grammars:
+        import xgrammar  # noqa: F401, whose absence is found here, not in its process
+
+        with self._lock:
+            if self._made is None:
+                self._made = Grammars(_tokens_of(self._model), self._limits)
+            return self._made
 
 
-def mask_maker(model: Model, num_ranks: int = 1) -> MakeMask:
-    """Makes the masks of a model on one of so many ranks."""
+def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> CompileGrammar:
+    """Compiles `response_format`s for a model (`ModelGrammars`)."""
+    return ModelGrammars(model, limits)
+
+
+def mask_maker(model: Model) -> MakeMask:
+    """Makes the masks of a model on one of its ranks."""
 
     @functools.cache
     def masks() -> Masks:
-        return Masks(_tokens_of(model), GrammarLimits().token_seconds if num_ranks == 1 else None)
+        return Masks(_tokens_of(model), GrammarLimits().budget)
 
     return lambda compiled: masks().mask(compiled)
