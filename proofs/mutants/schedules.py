@@ -8,8 +8,9 @@ from unittest import mock
 
 import attrs
 
-from weft.effects import Broadcast, Collective, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
+from weft.meshes.collectives import Collective
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.schema import Schema

@@ -10,20 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from weft.effects import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Effect,
-    Fence,
-    PPermute,
-    Program,
-    Recv,
-    ReduceScatter,
-    Run,
-    Send,
-)
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
 from weft.schema import Schema
 
 CAPACITIES = (1, 2, 3)

@@ -7,21 +7,8 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.effects import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Effect,
-    Fence,
-    PPermute,
-    Program,
-    Recv,
-    ReduceScatter,
-    Run,
-    Send,
-)
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter
 from weft.proofs.solver.programs_exhaustive import fault
 from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.schedule import Job, make_programs

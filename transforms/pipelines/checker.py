@@ -23,22 +23,9 @@ import torch
 
 from weft import __version__
 from weft.arguments.checks import Rule, check_values
-from weft.effects import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Effect,
-    Fence,
-    PPermute,
-    Program,
-    Recv,
-    ReduceScatter,
-    Run,
-    Send,
-    listing,
-)
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send, listing
 from weft.errors import ProgramError
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
 from weft.meshes.mesh import Mesh
 from weft.transforms.pipelines.lanes import lane_rank, spread
 from weft.transforms.pipelines.machine import Machine, Step, interleave, puts, stage_sent, takes

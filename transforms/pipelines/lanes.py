@@ -8,21 +8,9 @@ from typing import Any
 
 import attrs
 
-from weft.effects import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Effect,
-    Fence,
-    PPermute,
-    Program,
-    Recv,
-    ReduceScatter,
-    Run,
-    Send,
-)
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
 from weft.meshes.mesh import Mesh
 from weft.transforms.pipelines.machine import Step, stage_sent
 

@@ -9,20 +9,9 @@ from torch import Tensor
 
 from weft.arguments.checks import kind_of
 from weft.donation import clone
-from weft.effects import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Effect,
-    Fence,
-    PPermute,
-    Recv,
-    ReduceScatter,
-    Run,
-    Send,
-)
+from weft.effects import Broadcast, Effect, Fence, Recv, Run, Send
 from weft.errors import ProgramError
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, placed
 from weft.schema import Schema

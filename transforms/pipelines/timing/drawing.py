@@ -12,9 +12,9 @@ from typing import Any
 
 from weft.display.durations import duration, ticks, unit_of
 from weft.display.tables import COLOURS
-from weft.effects import AllGather, AllReduce, AllToAll, Broadcast, Fence, PPermute, Recv, ReduceScatter, Run, Send
+from weft.effects import Broadcast, Fence, Recv, Run, Send
 from weft.errors import CostError
-from weft.meshes.collectives import Collective
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter
 from weft.transforms.pipelines.timing.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words
 
 # The SVG. Text and marks have the colour of the page, and nothing is drawn below them, so that a dark page stays dark.
