@@ -18,9 +18,13 @@ from serving import BODY, Served, ask, served, until
 
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
+from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.requests.masks import MaskBudget
 from weft.transforms.server import app, host, templates
 from weft.transforms.server.bodies import ServerLimits, UnfinishedBodies
 from weft.transforms.server.browsers import is_loopback, refuse_browsers
+from weft.transforms.server.grammars.compiling import Compiler, GrammarUse
+from weft.transforms.server.grammars.masks import Masks
 from weft.transforms.server.refusals import Refusal
 
 httpx = pytest.importorskip("httpx")
@@ -423,3 +427,74 @@ def test_planted_bugs_of_the_limits_are_found(model: Model, monkeypatch: pytest.
         patch.setattr(host.Host, "is_moving", mock.AsyncMock(return_value=True))
         with pytest.raises(AssertionError):
             test_health_is_not_200_while_the_engine_stands_still(model, patch)
+
+
+NESTED = {"type": "regex", "regex": "(((a*)*)*)*"}
+
+
+def test_a_grammar_that_was_compiled_is_found_while_slow_ones_fill_the_pool(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = {**BODY, "max_tokens": 2, "response_format": {"type": "regex", "regex": "[ab]+"}, "ignore_eos": False}
+    may_go_on = threading.Event()
+    compile_one = Compiler.compile
+
+    def waits(compiler: Compiler, call: str, kind: str, source: str, use: GrammarUse) -> str:
+        if "s" in source:
+            assert may_go_on.wait(120)
+        return compile_one(compiler, call, kind, source, use)
+
+    with served(model) as server:
+        assert ask(server, quick).status_code == 200
+        monkeypatch.setattr(Compiler, "compile", waits)
+        slow = [{**quick, "response_format": {"type": "regex", "regex": f"s{index}"}} for index in range(10)]
+        threads = [threading.Thread(target=ask, args=(server, body), daemon=True) for body in slow]
+        for thread in threads:
+            thread.start()
+        until(lambda: server.server._num_compiling == len(slow))
+        try:
+            assert ask(server, quick).status_code == 200
+        finally:
+            may_go_on.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> None:
+    """The grammar passes its trial for each request by itself; together they take the steps of all others."""
+    make = Masks.mask
+
+    def hasty(masks: Masks, compiled: str) -> Any:
+        mask: Any = make(masks, compiled)
+        mask.budget = MaskBudget(step_seconds=0.001, burst_seconds=0.002)
+        return mask
+
+    with served(model, limits=EngineLimits(max_num_reqs=16, max_num_tokens=64, max_model_len=128)) as server:
+        odd = {**BODY, "ignore_eos": False, "response_format": NESTED, "n": 4, "max_tokens": 40, "temperature": 1}
+        assert ask(server, {**odd, "max_tokens": 2}).status_code == 200  # what makes masks is there
+        found: list[Any] = []
+        with mock.patch.object(Masks, "mask", hasty):
+            threads = [threading.Thread(target=lambda: found.append(ask(server, odd))) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            good = ask(server, BODY)
+            for thread in threads:
+                thread.join()
+        assert good.status_code == 200
+        assert good.json()["choices"][0]["text"] == ask(server, BODY).json()["choices"][0]["text"]
+        assert any("for which all others wait" in each.text for each in found)
+
+
+def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model) -> None:
+    """Its masks would take 80 ms for each of 100 completions: the stream would have a token in 8 s."""
+    with served(model) as server:
+        warm = {**BODY, "ignore_eos": False, "response_format": {"type": "regex", "regex": "a"}}
+        assert ask(server, warm).status_code == 200
+        found: list[Any] = []
+        body = {**BODY, "response_format": NESTED, "n": 60, "max_tokens": 100, "ignore_eos": False}
+        attack = threading.Thread(target=lambda: found.append(ask(server, body)))
+        attack.start()
+        assert ask(server).status_code == 200
+        attack.join()
+    assert found[0].status_code == 400
+    assert "for each of 60 completions after" in found[0].json()["error"]["message"]
