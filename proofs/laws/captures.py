@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.donation import clone, donates
+from weft.donation import donates
 from weft.errors import WeftError
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.strategies.captures.hazards import Hazard
@@ -77,7 +77,7 @@ class _Outcome:
 def graph_is_eager_on_tensor_programs(program: TensorProgram, device: str = "cpu", tally: Tally | None = None) -> None:
     """L24: a graph of any program gives its results, call by call, by bits; or weft refuses it, and nothing changed.
 
-    Equal are: the results' values, dtypes and shapes; their strides, as `weft.clone` gives them; whether they require
+    Equal are: the results' values, dtypes and shapes; their strides, or those of a clone; whether they require
     grad, but those that are arguments; the arguments and closed-over tensors after the call; and the states of the
     random generators. Results share memory with none that the function's results do not share it with. Where the
     function raises, the graph raises too. At the end several threads make the calls at once, if the program says so.
@@ -156,7 +156,7 @@ def _compare_call(
         raise LawViolation(text) from seen.result
     assert_equal(f"{where}: result", seen.result, expected.result)
     with torch.no_grad():  # autograd refuses a clone of one of several views that were written to
-        copy = clone(tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, expected.result))
+        copy = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, expected.result)
     strides, own, copied = (_strides(x, program) for x in (seen.result, expected.result, copy))
     lent = zip(strides, own, copied, strict=True)  # or what the function itself returned
     assert_equal(f"{where}: strides", strides, [a if a == x else b for x, a, b in lent])

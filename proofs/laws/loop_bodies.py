@@ -136,7 +136,7 @@ def _called(loop: LoopBody, way: str, call: _Call, bound: int, device: str, *, m
     try:
         result = call(slots, torch.tensor(bound, device=device))
     except WeftError as error:
-        if may_refuse:
+        if may_refuse or device != "cpu":  # a CUDA graph cannot hold all that a tape can
             return None
         raise LawViolation(f"{_LAW}: {way}, to {bound}, it is refused: {error}") from error
     except (RuntimeError, IndexError, TypeError) as error:

@@ -92,8 +92,8 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.BinOp(node.left, _ARITHMETIC[type(node.op)](), node.right)
         case ast.Constant(value=bool()):
             yield ast.Constant(not node.value)
-        case ast.Constant(value=int()):
-            yield ast.Constant(node.value + 1)
+        case ast.Constant(value=int(number)):
+            yield ast.Constant(number + 1)
         case ast.IfExp():
             yield ast.IfExp(node.test, node.orelse, node.body)
         case ast.Break():

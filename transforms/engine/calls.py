@@ -163,11 +163,12 @@ class HeldInterrupt:
 
     def release(self, frame: FrameType | None) -> None:
         """Put the handler before back, and hand it what came, as if it came in that frame."""
+        handler = self.handler
         if signal.getsignal(signal.SIGINT) is self:  # unless user code has set another meanwhile
-            signal.signal(signal.SIGINT, self.handler)
+            signal.signal(signal.SIGINT, handler)
         if self._has_come:
             self._has_come = False
-            self.handler(signal.SIGINT, frame)
+            handler(signal.SIGINT, frame)
 
 
 def hold_interrupt(call: Call) -> HeldInterrupt | None:

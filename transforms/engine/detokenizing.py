@@ -329,7 +329,8 @@ def _of_chunks(part: dict[str, Any]) -> _Step | None:
             return _ByteLevel()
         case "Fuse":
             return _Step()
-    return None
+        case _:
+            return None
 
 
 def _of_text(part: dict[str, Any]) -> _Step:
@@ -345,7 +346,8 @@ def _of_text(part: dict[str, Any]) -> _Step:
             return _ReplaceInText(pattern, content)
         case {"type": "Strip", "content": content, "start": start, "stop": stop}:
             return _StripText(content, start, stop)
-    return _WholeText(_decoder(part))
+        case _:
+            return _WholeText(_decoder(part))
 
 
 def _decoder(part: dict[str, Any]) -> Any:

@@ -1,7 +1,9 @@
 """Traces of a function on each rank of a mesh: its operators, cut at the collectives, as a program of effects."""
 
 import contextlib
+import gc
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -109,8 +111,8 @@ def trace(
         wrapped: the tensors that the function may read and that transforms around the call have wrapped.
 
     Raises:
-        CaptureError: the function reads the values of tensors, writes one in place that is no argument, or draws random
-            numbers, which would be others on each number of ranks.
+        CaptureError: the function reads the values of tensors, writes one in place that is no argument, keeps one that
+            it made, or draws random numbers, which would be others on each number of ranks.
         DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value; or it
             registers a hook on a tensor, which would not be part of the trace.
     """
@@ -139,6 +141,8 @@ def trace(
     if (node := next(filter(_draws, graph.nodes), None)) is not None:
         seen = f"{node.target}, whose random numbers would be others on each number of ranks"
         raise CaptureError(recorder.call, seen, "an argument that is drawn outside, placed as what it meets")
+    del arguments, result
+    recorder.refuse_kept()
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
     returned = {place: index for place, index in origins if index is not None}
@@ -190,11 +194,13 @@ class Recorder(DispatchMode):
         self.cut: str | None = None
         """The first operator where autograd would not follow a value, as the trace's operators would."""
         self._wrapped = {id(x): x for x in wrapped}
+        self._has_fake_arguments = False
         self._nodes = dict[int, tuple[Tensor, Node]]()
         self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
 
     def argument(self, like: Tensor) -> Tensor:
         """A fake tensor for an argument."""
+        self._has_fake_arguments |= is_fake(like)
         return self._stand_in(like, self.graph.placeholder(f"argument_{len(self._nodes)}"))
 
     def inside(self, tensor: Tensor) -> Tensor:
@@ -202,12 +208,21 @@ class Recorder(DispatchMode):
         if is_fake_of(tensor, self.fake):
             return tensor
         if id(tensor) not in self._stand_ins:
-            check_tensors([tensor] * (not is_fake(tensor)), self.call, lambda: ["a tensor that it closes over"])
+            if is_fake(tensor):
+                self._refuse_fake(tensor)
+            else:
+                check_tensors([tensor], self.call, lambda: ["a tensor that it closes over"])
             self._refuse_inner(tensor)
             node = self._read(tensor)
             self.closed_over.add(str(node.target))
             self._stand_ins[id(tensor)] = (tensor, self._stand_in(tensor, node))
         return self._stand_ins[id(tensor)][1]
+
+    def _refuse_fake(self, tensor: Tensor) -> None:
+        """Raise CaptureError for a tensor of an earlier trace, unless the call is one of fake tensors itself."""
+        if not self._has_fake_arguments:
+            seen = f"a tensor {list(tensor.shape)} without values, which an earlier trace made and the function kept"
+            raise CaptureError(self.call, seen, "make it before the call and pass it in, or return it")
 
     def _refuse_inner(self, tensor: Tensor) -> None:
         """Raise CaptureError for a tensor that a transform inside the function has wrapped, before the trace saw it."""
@@ -222,6 +237,20 @@ class Recorder(DispatchMode):
         if id(fake) not in self._nodes:
             self._find_copy(fake)
         return self._nodes[id(fake)][1]
+
+    def refuse_kept(self) -> None:
+        """Raise CaptureError if a tensor of the trace, which has no values, is alive outside it. The trace must have
+        been read before: this forgets which node made which tensor."""
+        made = [weakref.ref(tensor) for tensor, _ in self._nodes.values()]
+        self._nodes.clear()
+        self._stand_ins.clear()
+        if any(reference() is not None for reference in made):
+            gc.collect()  # a tensor in a reference cycle is not kept
+        kept = [tensor for reference in made if (tensor := reference()) is not None]
+        if kept:
+            shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in kept[:3])
+            seen = f"a tensor that it made is kept and not returned ({shapes}): in a cache, a global or an attribute"
+            raise CaptureError(self.call, seen, "make it before the call and pass it in, or return it")
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Add a call of an operator, and what it returned."""

@@ -135,7 +135,8 @@ def _counts_without_gradients(x: Tensor, world: World) -> Tensor:
 def _flattens_a_tree(x: Tensor, world: World) -> Tensor:
     leaves, structure = torch_pytree.tree_flatten({"a": x, "b": (x + 1, world.weight)})
     tree = torch_pytree.tree_unflatten(leaves, structure)
-    return tree["a"] + tree["b"][0] * tree["b"][1]
+    total: Tensor = tree["a"] + tree["b"][0] * tree["b"][1]
+    return total
 
 
 OPERATIONS: dict[str, Operation] = {

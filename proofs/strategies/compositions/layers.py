@@ -198,13 +198,20 @@ def _piped(microbatches: int, *, threads: bool = False, lent: bool = False, adva
     return wrap
 
 
+def _plain_step(function: Function) -> Callable[[Any, Any, Tensor], tuple[Any, Tensor]]:
+    def step(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
+        return state, function(batch)
+
+    return step
+
+
 def _composed(function: Function) -> Function:
     step = compose([_stage(function), _stage(function)])
     return lambda x: step((None, None), (None, None), x)[1]
 
 
 def _micro_batched(function: Function) -> Function:
-    step = microbatch(lambda params, state, batch: (state, function(batch)), 2)
+    step: Any = microbatch(_plain_step(function), 2)
     return lambda x: step(None, None, x)[1]
 
 
@@ -218,7 +225,7 @@ def _counted(function: Function) -> Function:
         init=lambda params, state: torch.zeros((), dtype=torch.int64),
         apply=lambda step, count, params, state, batch: (count + 1, *step(params, state, batch)),
     )
-    step = transform(lambda params, state, batch: (state, function(batch)))
+    step: Any = transform(_plain_step(function))
     return lambda x: step(None, transform.carry(None, None), x)[1]
 
 
@@ -371,9 +378,11 @@ def _in_a_thread(function: Function) -> Function:
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-        if isinstance(outcome[0], BaseException):
-            raise outcome[0]
-        return outcome[0]
+        [result] = outcome
+        if isinstance(result, BaseException):
+            raise result
+        assert isinstance(result, Tensor), "a function of tensors gives one"
+        return result
 
     return threaded
 

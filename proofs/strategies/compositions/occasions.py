@@ -75,7 +75,7 @@ def _backward(subject: Subject, x: Tensor) -> Any:
 
 
 def _backward_under_hooks(subject: Subject, x: Tensor) -> Any:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t * 1):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
         return _backward(subject, x)
 
 

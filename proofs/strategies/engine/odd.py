@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from weft.batch import EMBEDDED
 from weft.ops.sampling.logits import pack_bits
@@ -80,6 +81,15 @@ class Letters:
 
     def __init__(self, mute: int | None) -> None:
         self.mute = mute
+        self.decoder = decoders.Fuse()
+
+    def id_to_token(self, token: int) -> str:
+        """The token's letter.
+
+        Raises:
+            UnicodeError: it is the token `mute`.
+        """
+        return self.decode([token], skip_special_tokens=True)
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
         """The special tokens: none."""

@@ -68,6 +68,8 @@ class Gathers:
             return None
         scalars = [part for part in parts if _is_scalar(part)]
         variable = [part for part in scalars if not self._constants.contains_all([innermost_storage_id(part)])]
+        if any(part.device != x.device for part in variable):
+            return None  # torch reads it on the host, which is refused
         return parts if variable and _num_dims(parts) <= x.dim() else None
 
     def get(self, x: Tensor, index: _Index) -> Tensor:

@@ -97,12 +97,13 @@ def test_full_memory_in_a_capture_is_an_error_of_torch(device: str) -> None:
     assert graphify(ten_times)(torch.zeros(2, device=device)).tolist() == [10, 10]
 
 
-def test_a_tensor_as_an_index_is_refused(device: str) -> None:
+def test_a_tensor_as_an_index_is_gathered(device: str) -> None:
     """torch: TestCuda.test_cuda_graph_tensor_item_not_allowed"""
-    a, b, order = (torch.ones(4, device=device), torch.ones(4, device=device), torch.arange(4, device=device))
-    with pytest.raises(CaptureError, match="a tensor's value is read on the host"):
-        graphify(lambda a, b, order: a[0] * b[order[0]])(a, b, order)
-    assert graphify(lambda a, b, order: a[0] * b[order[:1]])(a, b, order).tolist() == [1]
+    a, b = torch.ones(4, device=device), torch.arange(4.0, device=device)
+    product = graphify(lambda a, b, order: a[0] * b[order[0]])
+    for first in range(3):
+        assert product(a, b, torch.arange(first, 4, device=device)[:1]).item() == first
+    assert product.cache_info().captures == 1
 
 
 # Several graphs -------------------------------------------------------------------------------------------------------
