@@ -35,6 +35,7 @@ from weft.torchapi.private import (
     may_be_differentiated,
     switches,
     uncompiled,
+    without_modes,
 )
 from weft.transforms.graphs.calls.key import check_tensors
 from weft.transforms.pipelines.machine import Step, interleave
@@ -229,9 +230,10 @@ class Sharded:
         closed_over = [x for one in by_rank for x in one.closed_over]
         if not grads and torch.is_grad_enabled() and any(x.requires_grad for x in closed_over):
             return self._make_traces(flat, grads=True)
-        order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
-        results = place_results(by_rank, self.mesh, self.out_placements, self._call)
-        return Traces(by_rank, order, ClosedOver(self._fn, closed_over), tuple(results))
+        with without_modes():
+            order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
+            results = tuple(place_results(by_rank, self.mesh, self.out_placements, self._call))
+            return Traces(by_rank, order, ClosedOver(self._fn, closed_over), results)
 
     def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
         """The whole result. A result that is the ranks' parts of an argument, written in place or not, is the

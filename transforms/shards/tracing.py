@@ -134,6 +134,13 @@ def trace(
             seen = f"rank {rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"
             raise CaptureError(recorder.call, seen, "torch.where, or a Python argument") from error
         made = tuple(recorder.node_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result)
+    del arguments, result
+    with without_modes():  # of a trace around this one, which would take these tensors for closed-over ones
+        return _finished(recorder, made, result_structure)
+
+
+def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) -> Trace:
+    """The trace that a recorder has recorded, of a function with these results."""
     if recorder.cut is not None:
         seen = f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
         raise DerivativeError(recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()")
@@ -141,7 +148,6 @@ def trace(
     if (node := next(filter(_draws, graph.nodes), None)) is not None:
         seen = f"{node.target}, whose random numbers would be others on each number of ranks"
         raise CaptureError(recorder.call, seen, "an argument that is drawn outside, placed as what it meets")
-    del arguments, result
     recorder.refuse_kept()
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
@@ -155,13 +161,13 @@ def trace(
         raise CaptureError(recorder.call, seen, "an argument, whose new value the function returns")
     parts, collectives = _cut(graph)
     return Trace(
-        rank=rank,
+        rank=recorder.rank,
         graph=graph,
         outside=recorder.outside,
         closed_over=tuple(recorder.outside[target] for target in sorted(recorder.closed_over)),
         parts=parts,
         collectives=collectives,
-        structure=result_structure,
+        structure=structure,
         leaves=made,
         last_uses=_last_uses(graph, made),
         arguments=returned,

@@ -149,14 +149,14 @@ OPERATIONS: dict[str, Operation] = {
     "sorts": Operation(lambda x, world: x.sort(dim=0).values),
     "detaches": Operation(lambda x, world: x * x.detach()),
     "detaches in place": Operation(_detaches_in_place),
-    "no_grad inside": Operation(_counts_without_gradients),
+    "no_grad inside": Operation(_counts_without_gradients, frozenset({"shard"})),
     "a view of columns": Operation(lambda x, world: x[:, :1] + x),
     "a transposed view": Operation(lambda x, world: (x.t() + 1).t()),
     "an expanded view": Operation(lambda x, world: x[:1].expand(x.shape) + x),
     "a flipped copy": Operation(lambda x, world: x.flip(0)),
     "writes to a copy": Operation(lambda x, world: x.clone().mul_(2).add_(0.5)),
     "writes to a view": Operation(_writes_to_a_view),
-    "writes to its argument": Operation(_writes_to_its_argument, frozenset({"graph"})),
+    "writes to its argument": Operation(_writes_to_its_argument, frozenset({"graph", "loop"})),
     "returns its argument": Operation(lambda x, world: x),
     "makes new tensors": Operation(
         lambda x, world: x + torch.arange(2.0, device=x.device) + torch.ones(2, device=x.device)
@@ -168,10 +168,10 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, world: x + float(world.weight.sum()), frozenset({"graph", "shard", "compile"})
     ),
     "remembers its first argument": Operation(_remembers_its_first_argument, frozenset({"graph", "shard", "compile"})),
-    "a custom operator": Operation(lambda x, world: halve(x)),
-    "a custom derivative": Operation(lambda x, world: _Doubling.apply(x)),
+    "a custom operator": Operation(lambda x, world: halve(x), frozenset({"shard"})),
+    "a custom derivative": Operation(lambda x, world: _Doubling.apply(x), frozenset({"shard"})),
     "attention": Operation(_attends),
-    "a subclass": Operation(_uses_a_subclass),
+    "a subclass": Operation(_uses_a_subclass, frozenset({"shard"})),
     "a tree": Operation(_flattens_a_tree),
 }
 """What a body does to its argument, by name."""

@@ -62,7 +62,8 @@ class Composition:
 
     def may_be_refused(self, occasion: str) -> bool:
         """Whether weft may refuse a call: an operation or a layer is inside a layer that does not promise it."""
-        kinds: set[Kind] = {"graph"} if OCCASIONS[occasion].captures else set()
+        around = OCCASIONS[occasion].kind
+        kinds: set[Kind] = set() if around is None else {around}
         for layer in self.table:
             if any(needed <= kinds for needed in layer.refused_in):
                 return True

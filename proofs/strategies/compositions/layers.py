@@ -113,10 +113,11 @@ def _donating(function: Function) -> Function:
 
 
 def _split_at_custom_operators(function: Function) -> Function:
-    def with_operator(x: Tensor) -> Tensor:
-        return function(torch.ops.weft_proofs.halve(x) * 2)
+    return piecewise(_halved_by_an_operator(function), split_at="weft_proofs::halve")
 
-    return piecewise(with_operator, split_at="weft_proofs::halve")
+
+def _halved_by_an_operator(function: Function) -> Function:
+    return lambda x: function(torch.ops.weft_proofs.halve(x) * 2)
 
 
 def _twice_halved(function: Function) -> Function:
@@ -405,7 +406,14 @@ LAYERS: dict[str, Layer] = {
     "graphify, donating": Layer(
         _donating, lambda f: lambda x: f(x.clone()), uses=("graphify",), kind="graph", keeps_draws=True
     ),
-    "piecewise": Layer(_split_at_custom_operators, _twice_halved, uses=("piecewise",), kind="graph", keeps_draws=True),
+    "piecewise": Layer(
+        _split_at_custom_operators,
+        _twice_halved,
+        _halved_by_an_operator,
+        uses=("piecewise",),
+        kind="graph",
+        keeps_draws=True,
+    ),
     "shard by rows": Layer(
         _sharded(lambda f, x: f(x), Shard(0), Shard(0)), _by_halves, uses=("shard",), kind="shard", divides=True
     ),
@@ -462,7 +470,7 @@ LAYERS: dict[str, Layer] = {
         _repeated(2),
         uses=("pipeline",),
         slow=True,
-        refused_in=(frozenset({"graph"}),),
+        refused_in=(frozenset({"graph"}), frozenset({"func"}), frozenset({"shard"})),
     ),
     "Transform": Layer(_counted, uses=("Transform",), keeps_draws=True),
     "while_loop": Layer(
@@ -480,7 +488,7 @@ LAYERS: dict[str, Layer] = {
     "jvp": Layer(_tangent, _tangent, kind="func"),
     "vjp": Layer(_cotangent, _cotangent, kind="func"),
     "jacrev": Layer(_jacobian, _jacobian, kind="func"),
-    "autograd": Layer(_autograd, _autograd, keeps_draws=True),
+    "autograd": Layer(_autograd, _autograd, keeps_draws=True, refused_in=(frozenset({"shard"}),)),
     "checkpoint": Layer(_checkpointed, _checkpointed, keeps_draws=True),
     "saved-tensor hooks": Layer(
         _inside(lambda x: _HOOKS(lambda t: t.clone(), lambda t: t)),
@@ -493,11 +501,17 @@ LAYERS: dict[str, Layer] = {
         _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
         keeps_draws=True,
         tolerance=0.1,
+        refused_in=(frozenset({"loop"}),),  # a step may not change a dtype
     ),
     "inference_mode": Layer(
         _inside(lambda x: torch.inference_mode()), _inside(lambda x: torch.inference_mode()), keeps_draws=True
     ),
-    "no_grad": Layer(_inside(lambda x: torch.no_grad()), _inside(lambda x: torch.no_grad()), keeps_draws=True),
+    "no_grad": Layer(
+        _inside(lambda x: torch.no_grad()),
+        _inside(lambda x: torch.no_grad()),
+        keeps_draws=True,
+        refused_in=(frozenset({"shard"}),),
+    ),
     "default device": Layer(
         _inside(lambda x: torch.device(x.device)), _inside(lambda x: torch.device(x.device)), keeps_draws=True
     ),

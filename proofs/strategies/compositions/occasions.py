@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, func
 
-from weft.proofs.strategies.compositions.bodies import Body, Built, Function, World
+from weft.proofs.strategies.compositions.bodies import Body, Built, Function, Kind, World
 from weft.transforms.graphs.graphify import graphify
 
 Nest = Callable[[Function], Function]
@@ -128,23 +128,25 @@ class Occasion:
 
     Args:
         run: `(subject, x)` to what is compared.
-        captures: whether a capture is around the composition.
+        kind: what is around the composition; None: nothing.
+        keeps_draws: whether random numbers are drawn in the order of the plain function.
     """
 
     run: Callable[[Subject, Tensor], Any]
-    captures: bool = False
+    kind: Kind | None = None
+    keeps_draws: bool = True
 
 
 OCCASIONS: dict[str, Occasion] = {
     "a call": Occasion(_called),
-    "a call in a capture": Occasion(_in_a_capture, captures=True),
-    "a call after lower": Occasion(_after_lower, captures=True),
-    "a call after a memory estimate": Occasion(_after_an_estimate, captures=True),
+    "a call in a capture": Occasion(_in_a_capture, kind="graph"),
+    "a call after lower": Occasion(_after_lower, kind="graph"),
+    "a call after a memory estimate": Occasion(_after_an_estimate, kind="graph"),
     "backward": Occasion(_backward),
     "backward under hooks": Occasion(_backward_under_hooks),
-    "the derivative by what it closes over": Occasion(_derivative_by_what_it_closes_over),
-    "calls in threads at once": Occasion(_in_threads_at_once),
-    "a call after an error": Occasion(_after_an_error),
+    "the derivative by what it closes over": Occasion(_derivative_by_what_it_closes_over, kind="func"),
+    "calls in threads at once": Occasion(_in_threads_at_once, keeps_draws=False),
+    "a call after an error": Occasion(_after_an_error, keeps_draws=False),
     "a call after a change outside": Occasion(_after_a_change),
 }
 """How a composition is called, by name."""
