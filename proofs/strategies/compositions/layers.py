@@ -413,6 +413,7 @@ LAYERS: dict[str, Layer] = {
         uses=("piecewise",),
         kind="graph",
         keeps_draws=True,
+        refused_in=(frozenset({"loop", "graph"}),),  # a graph cannot be cut inside a loop
     ),
     "shard by rows": Layer(
         _sharded(lambda f, x: f(x), Shard(0), Shard(0)), _by_halves, uses=("shard",), kind="shard", divides=True
@@ -481,7 +482,13 @@ LAYERS: dict[str, Layer] = {
         refused_in=(frozenset({"graph", "func"}), frozenset({"shard"})),  # nothing repeats there without a bound
     ),
     "while_loop, max_steps": Layer(_counting_loop(_STEPS + 2), _repeated(_STEPS), uses=("while_loop",), kind="loop"),
-    "while_loop, reading by its counter": Layer(_indexing_loop, _indexed, uses=("while_loop",), kind="loop"),
+    "while_loop, reading by its counter": Layer(
+        _indexing_loop,
+        _indexed,
+        uses=("while_loop",),
+        kind="loop",
+        refused_in=(frozenset({"shard"}),),  # an index is read on the host there
+    ),
     "while_loop, as long as data say": Layer(_loop_by_data, _repeated_by_data, uses=("while_loop",), kind="loop"),
     "vmap": Layer(_mapped, _by_halves, _mapped, divides=True, kind="func"),
     "grad": Layer(_gradient, _gradient, kind="func"),
@@ -504,7 +511,10 @@ LAYERS: dict[str, Layer] = {
         refused_in=(frozenset({"loop"}),),  # a step may not change a dtype
     ),
     "inference_mode": Layer(
-        _inside(lambda x: torch.inference_mode()), _inside(lambda x: torch.inference_mode()), keeps_draws=True
+        _inside(lambda x: torch.inference_mode()),
+        _inside(lambda x: torch.inference_mode()),
+        keeps_draws=True,
+        refused_in=(frozenset({"shard"}),),  # as no_grad: a trace would follow the gradient
     ),
     "no_grad": Layer(
         _inside(lambda x: torch.no_grad()),
