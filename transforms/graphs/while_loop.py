@@ -15,7 +15,6 @@ from weft.torchapi.private import (
     innermost,
     innermost_storage_id,
     is_fake,
-    storage_id,
 )
 from weft.transforms.graphs.backends.loops import Looper, current_looper
 from weft.transforms.graphs.backends.writes import watching_writes
@@ -303,7 +302,7 @@ class _Loop:
                 seen = f"leaf {name} of a carry in place, which has two elements at one address"
                 raise ProgramError(self.call, seen, instead)
             for other, y in leaves[:index]:
-                if storage_id(x) == storage_id(y) and overlap(x, y):
+                if innermost_storage_id(x) == innermost_storage_id(y) and overlap(x, y):
                     seen = f"leaves {other} and {name} of a carry in place, which share memory"
                     raise ProgramError(self.call, seen, instead)
 
@@ -380,16 +379,16 @@ def _shown(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def _write(buffers: Sequence[Any], made: Sequence[Any]) -> None:
     """Write the next carry to the addresses of this one. What was updated in place is there already; what is another
     part of the carry is copied first, since it may be overwritten before it is read."""
-    own = {storage_id(x) for x in buffers if isinstance(x, Tensor)}
+    own = {innermost_storage_id(x) for x in buffers if isinstance(x, Tensor)}
     pairs = [(a, b) for a, b in zip(buffers, made, strict=True) if isinstance(a, Tensor) and not _is_same(a, b)]
-    values = [b.clone() if storage_id(b) in own else b for _, b in pairs]
+    values = [b.clone() if innermost_storage_id(b) in own else b for _, b in pairs]
     for (buffer, _), value in zip(pairs, values, strict=True):
         buffer.copy_(value)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements of one storage."""
-    same = storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset()
+    same = innermost_storage_id(a) == innermost_storage_id(b) and a.storage_offset() == b.storage_offset()
     same = same and a.shape == b.shape and a.stride() == b.stride()
     # A SymBool by torch 2.14's types.
     return bool(same and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import storage_id
+from weft.torchapi.private import innermost_storage_id
 from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.indexing import Gathers
 from weft.transforms.graphs.backends.randomness import Randomness
@@ -91,7 +91,7 @@ class Steps:
             shape = list(elsewhere[0].shape)
             fault = f"the carry of while_loop has a tensor {shape} on {elsewhere[0].device}, which a replay would not"
             raise self._refuse(f"{fault} change", f"make it with device={str(self._device)!r}")
-        self._constants.begin_step(storage_id(x) for x in carry)
+        self._constants.begin_step(innermost_storage_id(x) for x in carry)
         self._gathers.begin_step()
         try:
             with self._random.repeated():
