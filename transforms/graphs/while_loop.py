@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_int, kind_of
-from weft.donation import clone, donated_argnames
+from weft.donation import donated_argnames
 from weft.errors import CaptureError, ProgramError
 from weft.torchapi.private import (
     in_dispatch_mode,
@@ -255,7 +255,9 @@ class _Loop:
         else:
             orders = self._orders(init)
             detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-            buffers = tree_leaves(clone(_in_order(tree_unflatten(detached, structure), orders)))
+            ordered = tree_leaves(_in_order(tree_unflatten(detached, structure), orders))
+            # One by one: parts of the carry that are tied now may have different next values.
+            buffers = [x.clone() if isinstance(x, Tensor) else x for x in ordered]
         differentiated = [x for x in _tensors(leaves) if x.requires_grad]
         flag = self._flag(tree_unflatten(buffers, structure)).clone()
         left = None if self.max_steps is None else torch.full_like(flag, self.max_steps, dtype=torch.int64)

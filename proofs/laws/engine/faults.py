@@ -183,10 +183,10 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
 
 
 def _may_fail(load: OddLoad, call: OddCall, params: SamplingParams, stops: set[int], tokens: Sequence[int]) -> bool:
-    """Whether a request with these generated tokens has a fault: no token is allowed next, one cannot be decoded, or
-    the logits may be NaN."""
+    """Whether a request with these generated tokens has a fault: no token is allowed next, one of it or of its
+    prompt cannot be decoded, or the logits may be NaN."""
     large = any(not math.isfinite(value) or abs(value) > _LARGEST_EMBEDDING for value in call.embeds.values())
-    mute = load.decodes == "most" and MUTE in tokens
+    mute = load.decodes == "most" and MUTE in (*call.prompt, *tokens)
     return large or mute or not _allowed(params, stops, call.mask, tokens)
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from torch.utils import _pytree as torch_pytree
+
+from weft.trees import tree_map
 
 Function = Callable[[Tensor], Tensor]
 """A function of a tensor [rows, 2] to another of the same shape and dtype."""
@@ -132,10 +133,9 @@ def _counts_without_gradients(x: Tensor, world: World) -> Tensor:
     return x * mean
 
 
-def _flattens_a_tree(x: Tensor, world: World) -> Tensor:
-    leaves, structure = torch_pytree.tree_flatten({"a": x, "b": (x + 1, world.weight)})
-    tree = torch_pytree.tree_unflatten(leaves, structure)
-    total: Tensor = tree["a"] + tree["b"][0] * tree["b"][1]
+def _maps_a_tree(x: Tensor, world: World) -> Tensor:
+    doubled = tree_map(lambda leaf: leaf * 2, {"a": x, "b": (x + 1, world.weight)})
+    total: Tensor = doubled["a"] + doubled["b"][0] * doubled["b"][1]
     return total
 
 
@@ -172,7 +172,7 @@ OPERATIONS: dict[str, Operation] = {
     "a custom derivative": Operation(lambda x, world: _Doubling.apply(x), frozenset({"shard"})),
     "attention": Operation(_attends),
     "a subclass": Operation(_uses_a_subclass, frozenset({"shard"})),
-    "a tree": Operation(_flattens_a_tree),
+    "a tree": Operation(_maps_a_tree),
 }
 """What a body does to its argument, by name."""
 

@@ -112,11 +112,15 @@ def compiler(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[thread
     """Grammars are compiled once the event is set."""
     event, compiled = threading.Event(), server.server._compile_grammar
 
-    def late(form: Any) -> str:
-        assert event.wait(20)
-        return compiled(form)
+    class Late:
+        def find(self, form: Any, use: Any) -> str | None:
+            return compiled.find(form, use)
 
-    monkeypatch.setattr(server.server, "_compile_grammar", late)
+        def __call__(self, form: Any, use: Any) -> str:
+            assert event.wait(20)
+            return compiled(form, use)
+
+    monkeypatch.setattr(server.server, "_compile_grammar", Late())
     yield event
     event.set()
 

@@ -96,6 +96,7 @@ OTHER = {
     "device_index": ON_GPU,
     "BaseTorchFunctionMode": "the base of the function modes",
     "Join": "of processes",
+    "setup_compilation_env": "for the inside of torch's higher-order operators",
     "StreamContext": "the CPU has no streams",
     "RemovableHandle": NO_CONTEXT,
     "GraphExecGroup": "for one checkpoint",
