@@ -60,6 +60,9 @@ def _compare(
     """Compare one call; whether a further one can be compared."""
     where = f"{_LAW}: {composition}, call {call}"
     tally.calls += 1
+    if not composition.is_defined(occasion):
+        tally.errors += 1
+        return False
     expected = _outcome(composition, call, occasion, meaning, device)
     seen = _outcome(composition, call, occasion, subject, device)
     if isinstance(seen.result, WeftError):

@@ -76,7 +76,7 @@ def test_every_effect_is_performed_by_a_layer() -> None:
     for layer in LAYERS.values():
         function: Any = layer.apply(lambda x: x * 2)
         if hasattr(function, "programs"):
-            for program in function.programs(torch.ones(8, 2)):
+            for program in function.programs(torch.ones(16, 2)):
                 performed |= {type(effect) for effect in program.effects}
     assert performed == members
 
@@ -89,7 +89,7 @@ def test_a_layer_of_a_plain_function_means_its_definition(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_runs_without_layers(name: str) -> None:
     world = World(torch.tensor([1.0, 2.0]), torch.eye(2))
-    assert OPERATIONS[name].run(torch.ones(8, 2), world).shape == (8, 2)
+    assert OPERATIONS[name].run(torch.ones(16, 2), world).shape == (8, 2)
 
 
 def test_the_definitions_call_nothing_of_weft() -> None:

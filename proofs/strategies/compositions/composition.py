@@ -16,8 +16,8 @@ from weft.proofs.strategies.compositions.bodies import (
 from weft.proofs.strategies.compositions.layers import LAYERS, Layer
 from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
 
-ROWS = 8
-"""The rows of an argument: three layers may halve them."""
+ROWS = 16
+"""The rows of an argument: three layers may halve them, and the innermost exchange quarters."""
 MAX_DEPTH = 3
 
 _QUICK = tuple(name for name, layer in LAYERS.items() if not layer.slow)
@@ -70,6 +70,14 @@ class Composition:
             if layer.kind is not None:
                 kinds.add(layer.kind)
         return any(OPERATIONS[name].refused_in & kinds for name in self.body.operations)
+
+    def is_defined(self, occasion: str) -> bool:
+        """Whether torch says what a call means. A tensor that a function keeps inside a transform of torch.func
+        escapes from it, and all threads share the levels of forward-mode derivatives."""
+        is_transformed = any(layer.kind == "func" for layer in self.table)
+        keeps = "remembers its first argument" in self.body.operations
+        in_threads = "jvp" in self.layers and occasion == "calls in threads at once"
+        return not (is_transformed and keeps) and not in_threads
 
     def argument(self, call: int, device: str) -> Tensor:
         """The argument of a call: [ROWS, COLUMNS], new values each time."""
