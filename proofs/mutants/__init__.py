@@ -8,6 +8,7 @@ from weft.proofs.mutants.agreement import AGREEMENT
 from weft.proofs.mutants.attention import ATTENTION
 from weft.proofs.mutants.bits import BITS
 from weft.proofs.mutants.captures import CAPTURES
+from weft.proofs.mutants.compositions import COMPOSITIONS
 from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
 from weft.proofs.mutants.graphs import GRAPHS
@@ -26,6 +27,7 @@ _ALL = (
     *ATTENTION,
     *BITS,
     *CAPTURES,
+    *COMPOSITIONS,
     *DERIVATIVES,
     *DRAFTS,
     *GRAPHS,

@@ -7,7 +7,17 @@ from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.mutants.shards import SHARDS
 from weft.proofs.suite import find
 
-NAMES = ()
+NAMES = (
+    "a live input is held weakly",
+    "a capture draws from the default generator",
+    "a refusal that the function swallows is forgotten",
+    "a torch.func transform is not inlined",
+    "a loop runs one step",
+    "what may draw counts as a draw",
+    "parts are joined backwards",
+    "a collective has no gradient",
+    "what is closed over has no derivative",
+)
 _NESTS = find("L25", "nests of transforms")
 _PLANTED = {mutant.name: mutant for mutant in (*CAPTURES, *GRAPHS, *LOOPS, *SHARDS)}
 
