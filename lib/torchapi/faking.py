@@ -21,11 +21,6 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values."""
-    return isinstance(tensor, FakeTensor)
-
-
 def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
     """Whether a tensor, or the one inside the wrappers of torch.func's transforms, was made in this context."""
     inner = innermost(tensor)

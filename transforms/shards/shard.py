@@ -27,11 +27,11 @@ from weft.meshes.placements import (
 )
 from weft.meshes.replicas import ranks_in_words, unequal_replicas
 from weft.settings import is_batch_invariant
-from weft.torchapi.faking import is_fake
 from weft.torchapi.private import (
     WithoutAutocast,
     default_device,
     in_functorch_transform,
+    is_fake,
     may_be_differentiated,
     switches,
     uncompiled,

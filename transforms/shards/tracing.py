@@ -20,7 +20,6 @@ from weft.ops.transfers.collective import Place, effect_of, placed
 from weft.torchapi.faking import (
     called_by_dispatcher,
     fake_tensors,
-    is_fake,
     is_fake_of,
     reads_values,
     without_saved_tensors_hooks,
@@ -32,6 +31,7 @@ from weft.torchapi.private import (
     default_device,
     in_functorch_transform,
     innermost,
+    is_fake,
     is_functorch_wrapped_tensor,
     may_be_differentiated,
     schema_of,
