@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from hypothesis.database import ExampleDatabase, choices_to_bytes
-from hypothesis.errors import Flaky, FlakyStrategyDefinition
+from hypothesis.errors import Flaky, FlakyStrategyDefinition, Unsatisfiable
 
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.suite import Law
@@ -122,6 +122,8 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
 
     try:
         run()
+    except Unsatisfiable:
+        return None  # the strategies draw nothing from these choices now
     except (LawViolation, Flaky, FlakyStrategyDefinition):
         if not found:
             raise

@@ -22,7 +22,7 @@ from weft.meshes.mesh import Mesh
 from weft.meshes.replicas import differing, ranks_in_words
 from weft.ops.transfers.collective import Place, placed
 from weft.schema import Schema
-from weft.torchapi.private import in_dispatch_mode
+from weft.torchapi.private import in_dispatch_mode, uncompiled
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends, owns_results
 from weft.transforms.pipelines.argument_checks import (
     check_count,
@@ -198,6 +198,7 @@ class Pipelined:
         check_values(f"{self._text}: schedule(...)", {"programs": PROGRAMS}, {"programs": made}, ProgramError)
         return made
 
+    @uncompiled
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         workers = self._workers(params, state)
         batches = split(batch, self.microbatches)

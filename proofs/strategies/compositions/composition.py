@@ -67,6 +67,8 @@ class Composition:
         for layer in self.table:
             if any(needed <= kinds for needed in layer.refused_in):
                 return True
+            if layer.kind == "graph" and "compile" in kinds:
+                return True  # torch.compile may run a capture while it compiles
             if layer.kind is not None:
                 kinds.add(layer.kind)
         return any(OPERATIONS[name].refused_in & kinds for name in self.body.operations)
