@@ -41,6 +41,14 @@ class Carried:
     own: Any
 
 
+def _carried(state: Any, own: Any) -> Carried:
+    """A `Carried`, made without its `__init__`, which `torch.compile` of torch 2.14 cannot trace."""
+    carried = object.__new__(Carried)
+    object.__setattr__(carried, "state", state)
+    object.__setattr__(carried, "own", own)
+    return carried
+
+
 @attrs.frozen
 class Transform:
     """A transform of steps and stages that carries its own state, as two pure functions. Called with a step
@@ -82,7 +90,7 @@ class Transform:
 
     def carry(self, params: Any, state: Any) -> Carried:
         """The first state of a transformed step, made from the first state of the inner step."""
-        return Carried(state, self.init(params, state))
+        return _carried(state, self.init(params, state))
 
     def __call__(self, step: F) -> F:
         """The transformed step, with the same signature."""
@@ -95,7 +103,7 @@ class Transform:
                 applied: Any = self.apply(step, state.own, params, state.state, *rest)
                 if isinstance(applied, tuple) and len(applied) == 3:
                     own, next_state, out = applied
-                    return Carried(next_state, own), out
+                    return _carried(next_state, own), out
                 length = f" of {len(applied)}" if isinstance(applied, tuple) else ""
                 seen, instead = f"apply returned {kind_of(applied)}{length}", "return (own, state, out)"
             else:
@@ -122,7 +130,7 @@ def lift(advance: F) -> F:
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:
         if isinstance(state, Carried):
-            return Carried(lifted(state.state, *rest), state.own)
+            return _carried(lifted(state.state, *rest), state.own)
         return advance(state, *rest)
 
     return cast(F, lifted)
