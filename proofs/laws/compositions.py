@@ -1,5 +1,6 @@
 """L25: a nest of transforms means what its parts mean."""
 
+import re
 import warnings
 from typing import Any
 
@@ -126,4 +127,5 @@ def _outcome(composition: Composition, call: int, occasion: str, subject: Subjec
 
 
 def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r" at /\S+", "", text)[:200]  # without files, which lie elsewhere on each machine
