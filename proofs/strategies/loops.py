@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional
 
 from weft.torchapi.private import all_schemas, overload_of
@@ -84,13 +84,13 @@ def loops(draw: st.DrawFn) -> Loop:
 # Bodies
 
 
-@torch.library.custom_op("weft_proofs::halved", mutates_args=())
+@library.custom_op("weft_proofs::halved", mutates_args=())
 def halved(x: Tensor) -> Tensor:
     """An operator of others, which draws nothing, and of which torch knows nothing."""
     return x / 2
 
 
-@torch.library.custom_op("weft_proofs::shaken", mutates_args=())
+@library.custom_op("weft_proofs::shaken", mutates_args=())
 def shaken(x: Tensor) -> Tensor:
     """An operator of others that draws random numbers, and has no tag that says so."""
     return x + torch.rand(x.shape, dtype=torch.float64)

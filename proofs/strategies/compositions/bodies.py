@@ -6,7 +6,7 @@ from typing import Any, Literal
 import attrs
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional
 
 from weft.trees import tree_map
@@ -78,7 +78,7 @@ class _Doubling(torch.autograd.Function):
         return 2 * tangent
 
 
-@torch.library.custom_op("weft_proofs::halve", mutates_args=())
+@library.custom_op("weft_proofs::halve", mutates_args=())
 def halve(x: Tensor) -> Tensor:
     """`x / 2` as a custom operator, with a fake, a derivative and a rule for vmap."""
     return x / 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, library
 
 import weft
 from weft.errors import CaptureError, ProgramError
@@ -347,7 +347,7 @@ def test_a_body_that_lends_its_result() -> None:
     assert masked(torch.tensor([3, 0])).tolist() == [[8.0, 8.0], [1.0, 1.0]]
 
 
-@torch.library.custom_op("loop_tests::twice", mutates_args=())
+@library.custom_op("loop_tests::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     return x * 2
 
