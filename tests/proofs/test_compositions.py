@@ -20,7 +20,7 @@ from weft.proofs.laws import LawViolation, compositions_mean_their_parts
 from weft.proofs.laws.captures import Tally
 from weft.proofs.strategies import Body, Composition, compositions
 from weft.proofs.strategies.compositions.bodies import OPERATIONS, World
-from weft.proofs.strategies.compositions.composition import MAX_DEPTH
+from weft.proofs.strategies.compositions.composition import MAX_DEPTH, ROWS
 from weft.proofs.strategies.compositions.layers import LAYERS
 from weft.proofs.strategies.compositions.occasions import OCCASIONS
 
@@ -76,7 +76,7 @@ def test_every_effect_is_performed_by_a_layer() -> None:
     for layer in LAYERS.values():
         function: Any = layer.apply(lambda x: x * 2)
         if hasattr(function, "programs"):
-            for program in function.programs(torch.ones(16, 2)):
+            for program in function.programs(torch.ones(ROWS, 2)):
                 performed |= {type(effect) for effect in program.effects}
     assert performed == members
 
@@ -89,7 +89,7 @@ def test_a_layer_of_a_plain_function_means_its_definition(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_runs_without_layers(name: str) -> None:
     world = World(torch.tensor([1.0, 2.0]), torch.eye(2))
-    assert OPERATIONS[name].run(torch.ones(16, 2), world).shape == (8, 2)
+    assert OPERATIONS[name].run(torch.ones(ROWS, 2), world).shape == (ROWS, 2)
 
 
 def test_the_definitions_call_nothing_of_weft() -> None:
