@@ -8,10 +8,13 @@ the smallest case of each difference. It exits with 1 if there is one.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,12 @@ class Run:
         """Whether no further program runs: there are enough differences, or the device failed."""
         return self.device_failed or len(self.differences) >= _MOST_DIFFERENCES
 
+    def add(self, other: "Run") -> None:
+        """Count another run's programs too."""
+        self.tally.add(other.tally)
+        self.differences += other.differences
+        self.device_failed |= other.device_failed
+
     def __str__(self) -> str:
         own = self.tally
         refused = "".join(f"\n  {count:6} {reason}" for reason, count in own.refused.most_common())
@@ -116,34 +125,67 @@ class Run:
         }
 
 
-def run(num_programs: int, device: str = "cpu", seed: int = 0, minutes: float | None = None, law: str = "L24") -> Run:
+def run(
+    num_programs: int,
+    device: str = "cpu",
+    seed: int = 0,
+    minutes: float | None = None,
+    law: str = "L24",
+    workers: int = 0,
+) -> Run:
     """Check so many programs, or as many as there is time for.
 
     Args:
         num_programs: the number of programs, at least; those that make a counterexample small are not counted.
         minutes: the time after which no further batch of programs begins.
         law: one of `SUBJECTS`.
+        workers: the number of processes that share the batches; 0: this process alone.
     """
-    found, start = Run(device, seed, law), time.monotonic()
+    total = Run(device, seed, law)
+    start = time.monotonic()
+    seeds = itertools.count(seed)
     with tqdm(total=num_programs, unit="program") as bar:
-        while found.tally.programs < num_programs and not found.ended:
-            if minutes is not None and time.monotonic() - start > 60 * minutes:
-                break
-            before = found.tally.programs
-            _check_batch(found, seed)
-            bar.update(found.tally.programs - before)
-            bar.set_postfix(differences=len(found.differences), refused=f"{found.refused_share:.1%}")
-            seed, found.seconds = seed + 1, time.monotonic() - start
-    return found
+
+        def is_over(num_pending: int = 0) -> bool:
+            late = minutes is not None and time.monotonic() - start > 60 * minutes
+            return late or total.ended or total.tally.programs + num_pending * _AT_ONCE >= num_programs
+
+        def add(batch: Run) -> None:
+            total.add(batch)
+            total.seconds = time.monotonic() - start
+            bar.update(batch.tally.programs)
+            bar.set_postfix(differences=len(total.differences), refused=f"{total.refused_share:.1%}")
+
+        if workers == 0:
+            while not is_over():
+                add(_check_batch(device, next(seeds), law))
+            return total
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker) as pool:
+            pending: set[Future[Run]] = set()
+            while not is_over() or pending:
+                while not is_over(len(pending)) and len(pending) < workers:
+                    pending.add(pool.submit(_check_batch, device, next(seeds), law))
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    add(future.result())
+    return total
+
+
+def _start_worker() -> None:
+    """What a process does before its first program."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS raises under deterministic algorithms
 
 
 class _DeviceFailed(BaseException):
     """The device failed. It runs no program after that, so Hypothesis must not make this one small."""
 
 
-def _check_batch(found: Run, seed: int) -> None:
+def _check_batch(device: str, seed: int, law: str) -> Run:
+    """Check the programs of one seed."""
+    batch = Run(device, seed, law)
     failing: list[Any] = []
-    subject = SUBJECTS[found.law]
+    subject = SUBJECTS[law]
 
     @hypothesis.seed(seed)
     @settings(
@@ -154,11 +196,11 @@ def _check_batch(found: Run, seed: int) -> None:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(subject.draw(found.device))
+    @hypothesis.given(subject.draw(device))
     def check(program: Any) -> None:
-        tally = Tally() if failing else found.tally  # what makes a case small is not counted
+        tally = Tally() if failing else batch.tally  # what makes a case small is not counted
         try:
-            subject.check(program, found.device, tally)
+            subject.check(program, device, tally)
         except LawViolation:
             failing.append(program)
             raise
@@ -169,15 +211,16 @@ def _check_batch(found: Run, seed: int) -> None:
     try:
         check()
     except _DeviceFailed as error:
-        found.differences.append(Difference(seed, f"the device failed, which ends the run: {error}", repr(failing[-1])))
-        found.device_failed = True
+        batch.differences.append(Difference(seed, f"the device failed, which ends the run: {error}", repr(failing[-1])))
+        batch.device_failed = True
     except LawViolation as error:
-        found.differences.append(Difference(seed, str(error), repr(failing[-1])))
+        batch.differences.append(Difference(seed, str(error), repr(failing[-1])))
     except hypothesis.errors.Flaky as error:
         if not failing:  # the device or the strategy failed, and not a law
             raise
         smallest = min(failing, key=lambda program: len(repr(program)))
-        found.differences.append(Difference(seed, f"not always: {error}", repr(smallest)))
+        batch.differences.append(Difference(seed, f"not always: {error}", repr(smallest)))
+    return batch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -187,23 +230,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=20_000, help="how many (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=0, help="processes that share the programs (default: this one)")
     parser.add_argument("--minutes", type=float, help="the time after which no further programs are drawn")
     parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         call = "weft.proofs.random_programs --device cuda"
         raise DeviceError(call, "this machine has no CUDA device", "--device cpu")
-    torch.set_num_threads(1)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS raises under deterministic algorithms
-    found = run(given.programs, given.device, given.seed, given.minutes, given.law)
-    for difference in found.differences:
+    _start_worker()
+    outcome = run(given.programs, given.device, given.seed, given.minutes, given.law, given.workers)
+    for difference in outcome.differences:
         print(f"\nseed {difference.seed}: {difference.violation}\n{difference.program}")
-    print(found)
+    print(outcome)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         path = given.out / f"{SUBJECTS[given.law].record}-{given.device}.json"
-        path.write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
-    return 1 if found.differences else 0
+        path.write_text(json.dumps(outcome.record(), indent=1) + "\n", encoding="utf-8")
+    return 1 if outcome.differences else 0
 
 
 if __name__ == "__main__":

@@ -45,6 +45,15 @@ class Tally:
     errors: int = 0
     refused: Counter[str] = attrs.field(factory=Counter)
 
+    def add(self, other: "Tally") -> None:
+        """Count another tally's programs too."""
+        self.programs += other.programs
+        self.calls += other.calls
+        self.replays += other.replays
+        self.captures += other.captures
+        self.errors += other.errors
+        self.refused += other.refused
+
 
 @attrs.frozen
 class _World:

@@ -51,6 +51,14 @@ def test_a_run_ends_when_its_time_is_over() -> None:
 
 
 @pytest.mark.slow
+def test_processes_share_the_programs_of_one_run() -> None:
+    shared = run(100, seed=4, workers=2)
+    alone = run(100, seed=4)
+    assert shared.tally == alone.tally
+    assert shared.differences == alone.differences == []
+
+
+@pytest.mark.slow
 def test_a_difference_is_made_small_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     [bug] = [mutant for mutant in MUTANTS if mutant.name == "nothing outside is compared"]
     with bug.plant():
