@@ -42,7 +42,9 @@ def _is_readable(x: Any) -> bool:
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    flat = [x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for x in (a, b.to(a.device))]
+    dense = [x.detach().resolve_conj().resolve_neg().contiguous() for x in (a, b.to(a.device))]
+    # A dimension of one element may have any stride, which `reshape` keeps and `view` of another dtype refuses.
+    flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
     in_words = all(x.nbytes % 8 == 0 and x.storage_offset() * x.itemsize % 8 == 0 for x in flat)
     bits = [x.view(torch.int64 if in_words else torch.uint8) for x in flat]
     return torch.equal(*bits)

@@ -1,6 +1,8 @@
 """Fake tensors: shapes without values, on which a function is traced."""
 
 import contextlib
+import os
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +13,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.torchapi.private import innermost
 
-_WITHOUT_VALUES = ("fake", "datadependent", "data-dependent", "dynamicoutputshape", "tensor subclasses")
+_WITHOUT_VALUES = (
+    "fake",
+    "datadependent",
+    "data-dependent",
+    "dynamicoutputshape",
+    "tensor subclasses",
+    "its data is not allocated yet",
+)
 """Words of the errors that torch raises where a fake tensor would have to have values."""
+_FOLDER_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _SNAPSHOT_KEY = torch._C.DispatchKey.PythonTLSSnapshot
 
 
@@ -33,11 +43,42 @@ def reads_values(error: BaseException) -> bool:
     return any(word in text for word in _WITHOUT_VALUES)
 
 
+def is_fault_of_torch(error: BaseException) -> bool:
+    """Whether torch says that an error is one of its own."""
+    return "INTERNAL ASSERT FAILED" in str(error)
+
+
 def called_by_dispatcher() -> bool:
     """Whether a dispatch mode was called for an operator that a function called. Autograd calls `detach` by itself for
     each tensor that it saves; that call bypasses the dispatcher, which otherwise excludes the keys above the mode's."""
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(_SNAPSHOT_KEY)
     return excluded
+
+
+@contextlib.contextmanager
+def keeping_dispatch_keys() -> Iterator[None]:
+    """A context after which the dispatcher of this thread is as it was, also after an error.
+
+    Some functions of torch hold a guard of the dispatcher in a local variable (`torch._tensor_str._str`). An error
+    keeps their frames, and with them the guard, which would restore an old state of the dispatcher when the error is
+    dropped: then modes are passed over, and the next trace computes with memory that nothing has written.
+    """
+    with torch._C._PreserveDispatchKeyGuard():
+        try:
+            yield
+        except BaseException as error:
+            _clear_frames_of_torch(error)
+            raise
+
+
+def _clear_frames_of_torch(error: BaseException | None) -> None:
+    """Drop the local variables of torch's functions from an error and from those that led to it."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename.startswith(_FOLDER_OF_TORCH):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        error = error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager

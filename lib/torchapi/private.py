@@ -24,6 +24,7 @@ from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
+    maybe_get_level,
     peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -203,8 +204,14 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def may_be_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether autograd, or a transform of torch.func, may track operations on a tensor, whatever the grad mode."""
-    if tensor.requires_grad or is_functorch_wrapped_tensor(tensor):
+    """Whether autograd, or a derivative of torch.func, may track operations on a tensor, whatever the grad mode. `vmap`
+    alone tracks none, and `grad` of some arguments does not track the others."""
+    forward_levels = {level.level() for level in get_interpreter_stack() or () if level.key() == TransformType.Jvp}
+    while is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad or maybe_get_level(tensor) in forward_levels:
+            return True
+        tensor = get_unwrapped(tensor)
+    if tensor.requires_grad:
         return True
     if forward_ad._current_level < 0:
         return False

@@ -46,7 +46,7 @@ class Case:
 
 
 @attrs.frozen(eq=False)
-class _Sample:
+class Sample:
     """The arguments of an operator, its tensors apart from the rest.
 
     Args:
@@ -72,7 +72,7 @@ class _Sample:
 
         return call
 
-    def fits(self, other: "_Sample | None") -> bool:
+    def fits(self, other: "Sample | None") -> bool:
         """Whether the other's tensors have the same shapes, dtypes and layouts."""
         return other is not None and [_kind(x) for x in self.tensors] == [_kind(x) for x in other.tensors]
 
@@ -98,8 +98,8 @@ def cases(entry: Any, transform: str, dtype: str, device: str, count: int | None
         return
     name, make = full_name(entry), TRANSFORMS[transform]
     start = zlib.crc32(f"{name} {seed}".encode())
-    samples = _samples(entry, device, kind, differentiates, start)
-    again = _samples(entry, device, kind, differentiates, start + _OTHER_SEED)
+    samples = samples_of(entry, device, kind, differentiates, start)
+    again = samples_of(entry, device, kind, differentiates, start + _OTHER_SEED)
     for index in spread(len(samples), count):
         sample = samples[index]
         if transform == "vmap" and any(x.layout is not torch.strided or x.is_nested for x in sample.tensors):
@@ -137,7 +137,7 @@ class NoSamplesError(Exception):
     """Torch could not make the samples of an operator on this device."""
 
 
-def _samples(entry: Any, device: str, dtype: torch.dtype, requires_grad: bool, seed: int) -> list[_Sample]:
+def samples_of(entry: Any, device: str, dtype: torch.dtype, requires_grad: bool, seed: int) -> list[Sample]:
     seed_all(seed)
     try:
         made = list(entry.sample_inputs_func(entry, device, dtype, requires_grad))  # the method seeds itself
@@ -146,12 +146,12 @@ def _samples(entry: Any, device: str, dtype: torch.dtype, requires_grad: bool, s
     return [_sorted(x) for x in made]
 
 
-def _sorted(sample: Any) -> _Sample:
+def _sorted(sample: Any) -> Sample:
     leaves, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     rest = tuple(... if isinstance(x, Tensor) else x for x in leaves)
     differentiable = tuple(i for i, x in enumerate(tensors) if x.requires_grad)
-    return _Sample(tuple(x.detach() for x in tensors), differentiable, rest, structure)
+    return Sample(tuple(x.detach() for x in tensors), differentiable, rest, structure)
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -170,14 +170,14 @@ def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _forward(
-    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
+    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None
 ) -> Case:
     others = other.tensors if other else None
     return Case(name, "forward", dtype, index, sample.bind(operator), sample.tensors, others)
 
 
 def _backward(
-    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
+    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None
 ) -> Case:
     call, marked = sample.bind(operator), sample.differentiable
 
@@ -192,7 +192,7 @@ def _backward(
 
 
 def _vmap(
-    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
+    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None
 ) -> Case:
     mapped = torch.vmap(sample.bind(operator), randomness="different")
     second = other or sample
@@ -202,9 +202,7 @@ def _vmap(
     return Case(name, "vmap", dtype, index, mapped, tensors, others)
 
 
-def _jvp(
-    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
-) -> Case:
+def _jvp(name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None) -> Case:
     call, marked = sample.bind(operator), sample.differentiable
 
     def derivative(*tensors: Tensor) -> Any:

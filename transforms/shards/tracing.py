@@ -21,6 +21,8 @@ from weft.torchapi.faking import (
     called_by_dispatcher,
     fake_tensors,
     is_fake_of,
+    is_fault_of_torch,
+    keeping_dispatch_keys,
     reads_values,
     without_saved_tensors_hooks,
 )
@@ -119,7 +121,7 @@ def trace(
     recorder = Recorder(name, rank, grads, wrapped)
     device = default_device()
     with contextlib.ExitStack() as surroundings:
-        for context in (without_modes(), without_saved_tensors_hooks(), looping(None)):
+        for context in (keeping_dispatch_keys(), without_modes(), without_saved_tensors_hooks(), looping(None)):
             surroundings.enter_context(context)
         surroundings.enter_context(torch.set_grad_enabled(grads or torch.is_grad_enabled()))
         surroundings.enter_context(placed(Place(mesh, rank, differentiated=grads)))
@@ -129,6 +131,11 @@ def trace(
         try:
             result, result_structure = tree_flatten(fn(*tree_unflatten(arguments, structure)))
         except RuntimeError as error:
+            if is_fault_of_torch(error):
+                seen = f"a fault of torch in its trace on rank {rank}: {str(error).splitlines()[0]:.160}"
+                raise CaptureError(
+                    recorder.call, seen, "the operator that the traceback names, outside the shard"
+                ) from error
             if not reads_values(error):
                 raise
             seen = f"rank {rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"

@@ -1,0 +1,149 @@
+"""Operators of torch's database on the ranks of a mesh, under each transform, and the same by brute force: each rank's
+parts are sliced, and the operator is called on them without `shard`."""
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, func
+
+from weft.meshes.mesh import Mesh
+from weft.meshes.placements import PerRank, Placement, Replicate, Shard
+from weft.proofs.opinfo.cases import NoSamplesError, copies, samples_of
+from weft.torchapi.operator_database import operator_database
+from weft.torchapi.private import pytree
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.shards.shard import shard
+
+_MOST_ELEMENTS = 5000
+TWO = Mesh(x=2)
+Ranks = Callable[..., tuple[Any, Any]]
+"""`(*tensors) -> (result of rank 0, result of rank 1)`."""
+
+
+def _sum(result: Any) -> Tensor:
+    leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
+    return sum((x.sum() for x in leaves), torch.zeros(()))
+
+
+def _grad(f: Ranks, tensors: Sequence[Tensor], marked: tuple[int, ...]) -> Any:
+    return func.grad(lambda *xs: _sum(f(*xs)), argnums=marked)(*tensors)
+
+
+def _jvp(f: Ranks, tensors: Sequence[Tensor], marked: tuple[int, ...]) -> Any:
+    def of_marked(*values: Tensor) -> Any:
+        given = list(tensors)
+        for index, value in zip(marked, values, strict=True):
+            given[index] = value
+        return f(*given)
+
+    primals = tuple(tensors[index] for index in marked)
+    return func.jvp(of_marked, primals, tuple(map(torch.ones_like, primals)))
+
+
+def _vmap(f: Ranks, tensors: Sequence[Tensor], marked: tuple[int, ...]) -> Any:
+    return torch.vmap(f)(*(torch.stack([x, x]) for x in tensors))
+
+
+TRANSFORMS: dict[str, Callable[[Ranks, Sequence[Tensor], tuple[int, ...]], Any]] = {
+    "call": lambda f, tensors, marked: f(*tensors),
+    "graphify": lambda f, tensors, marked: graphify(f)(*tensors),
+    "vmap": _vmap,
+    "grad": _grad,
+    "jvp": _jvp,
+}
+"""What is applied to a function of several tensors, of which some are differentiated."""
+
+
+@attrs.frozen(eq=False)
+class ShardedOperator:
+    """An operator under a transform, on the ranks of a mesh.
+
+    Args:
+        name, transform: of the operator in torch's database, and a key of `TRANSFORMS`.
+        fn: the operator, of tensors.
+        tensors: its arguments.
+        marked: the indices of those that are differentiated.
+        placements: of each of them.
+        alike: whether all are replicated, and the result is placed as `Replicate()` too; otherwise it is `PerRank()`.
+    """
+
+    name: str
+    transform: str
+    fn: Callable[..., Any] = attrs.field(repr=False)
+    tensors: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
+    marked: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    alike: bool
+
+    def sharded(self) -> Any:
+        """The result by `shard`."""
+        whole = shard(self.fn, TWO, self.placements, Replicate() if self.alike else PerRank())
+
+        def on_ranks(*tensors: Tensor) -> tuple[Any, Any]:
+            result = whole(*tensors)
+            return (result, result) if self.alike else result
+
+        return TRANSFORMS[self.transform](on_ranks, copies(self.tensors), self.marked)
+
+    def expected(self) -> Any:
+        """The result by brute force."""
+
+        def on_ranks(*tensors: Tensor) -> tuple[Any, Any]:
+            parts = [[self._part(x, p, rank) for x, p in zip(tensors, self.placements, strict=True)] for rank in (0, 1)]
+            return self.fn(*parts[0]), self.fn(*parts[1])
+
+        by_call = functools.partial(TRANSFORMS["call" if self.transform == "graphify" else self.transform])
+        return by_call(on_ranks, copies(self.tensors), self.marked)
+
+    @staticmethod
+    def _part(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
+        return tensor.chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else tensor
+
+
+@st.composite
+def sharded_operators(draw: st.DrawFn, names: Sequence[str] | None = None) -> ShardedOperator | None:
+    """An operator of torch's database that has float32 samples on a CPU; None where the drawn one has none.
+
+    Args:
+        names: the operators to draw from; None: all of the database.
+    """
+    entry = draw(st.sampled_from([x for x in operator_database() if names is None or x.name in names]))
+    transform = draw(st.sampled_from(sorted(TRANSFORMS)))
+    if torch.float32 not in entry.supported_dtypes("cpu"):
+        return None
+    try:
+        samples = samples_of(entry, "cpu", torch.float32, entry.supports_autograd, zlib.crc32(entry.name.encode()))
+    except NoSamplesError:
+        return None
+    fitting = [x for x in samples if x.tensors and all(map(_fits, x.tensors))]
+    if not fitting:
+        return None
+    sample = draw(st.sampled_from(fitting))
+    marked = sample.differentiable
+    if transform in ("grad", "jvp") and not marked:
+        return None
+    alike = draw(st.booleans())
+    placements = tuple(Replicate() if alike else draw(_placements(x)) for x in sample.tensors)
+    return ShardedOperator(
+        name=entry.name,
+        transform=transform,
+        fn=sample.bind(entry.op),
+        tensors=sample.tensors,
+        marked=marked,
+        placements=placements,
+        alike=alike,
+    )
+
+
+def _fits(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested and x.numel() < _MOST_ELEMENTS
+
+
+def _placements(x: Tensor) -> st.SearchStrategy[Placement]:
+    cuts = [Shard(dim) for dim in range(x.ndim) if x.shape[dim] and x.shape[dim] % 2 == 0]
+    return st.sampled_from([Replicate(), *cuts])
