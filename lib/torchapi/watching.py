@@ -105,8 +105,8 @@ def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     positions = _tensors_only(func)
     if not any(isinstance(args[i], bool | int | float | complex) for i in positions if i < len(args)):
         return args
-    with unwatched():
-        return tuple(_tensor(x) if i in positions else x for i, x in enumerate(args))
+    # Watches see each as a constant, by the operator that lifts it.
+    return tuple(_tensor(x) if i in positions else x for i, x in enumerate(args))
 
 
 def _tensor(value: Any) -> Any:

@@ -210,6 +210,7 @@ def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> 
             num_donated=prepared.num_donated,
             num_references=len(prepared.references),
             arguments=prepared.arguments,
+            returned=prepared.returned,
         ),
         rewind=prepared.rewind,
         collectives=graphable.collectives,
@@ -253,7 +254,6 @@ def capture(
         with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
             recording = backend.capture(prepared.run if watch is None else watched, audit, split_at)
             prepared.aliases.clear()
-            audit.note_returned(prepared.returned)
             external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
             prepared.refuse_changes(audit.call)
             refuse_opaque(audit.call, recording.outputs, call)

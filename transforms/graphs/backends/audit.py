@@ -58,6 +58,7 @@ class Inputs:
         num_donated: the number of donated leaves, whose storage the function may write.
         num_references: the number of leaves by reference, which a recording need not keep alive.
         arguments: weak references to the tensor objects that the runs receive.
+        returned: weak references to the tensors that the last run returned.
     """
 
     leaves: Sequence[Any] = ()
@@ -65,6 +66,16 @@ class Inputs:
     num_donated: int = 0
     num_references: int = 0
     arguments: Sequence[weakref.ref[Tensor]] = ()
+    returned: Sequence[weakref.ref[Tensor]] = ()
+
+
+class UnknownTensors(RuntimeError):
+    """A recorded run without a rehearsal read tensors that may be older than it, or may be another thread's results: a
+    rehearsal shows which."""
+
+
+External = weakref.WeakValueDictionary[int, Tensor]
+"""Tensors from outside that captures read, by their storages."""
 
 
 def _is_in(storages: Set[int], tensor: Tensor) -> bool:
@@ -84,6 +95,9 @@ class Audit(OperatorWatch):
         rewind: restores the tensors that the function wrote.
         collectives: whether operations of torch.distributed are allowed.
         on_device: the GPU that replays the function, or None on the CPU. On a GPU no tensor on the CPU may be read.
+
+    Attributes:
+        known: what earlier captures read from outside, to which the recorded run adds.
     """
 
     def __init__(
@@ -112,6 +126,10 @@ class Audit(OperatorWatch):
         self._arguments = arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
+        self.known: External = External()
+        self._rehearsed: dict[int, Tensor] | None = None
+        self._is_recorded = False
+        self._has_unknown = False
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.called: set[str] = set()
         self.launches = 0
@@ -150,10 +168,15 @@ class Audit(OperatorWatch):
         if error is None:
             self.random.end()
             self._gathers.before_operator(frozenset())
+            self._note_returned()
             if self._failed and not self._refusals.made:
                 fault = f"it goes on after an error of an operator, which depends on data: {self._failed}"
                 self.refuse(fault, "choose by values (torch.where), or handle the error outside the function")
         self._refusals.raise_swallowed(error)
+        if error is None and self._is_recorded:
+            if self._has_unknown:
+                raise UnknownTensors
+            self.known.update(self.external)
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
         """The error for something that a replay cannot repeat; it ends the run, whatever the function makes of it."""
@@ -168,7 +191,8 @@ class Audit(OperatorWatch):
         inputs = {storage_id(t): t for t in flat_tensors(args, kwargs)}
         self._gathers.before_operator(inputs.keys())
         self._check(func, args, kwargs, inputs)
-        if func is torch.ops.aten.lift_fresh.default:
+        is_source = func is torch.ops.aten.lift_fresh.default
+        if is_source:
             # A constant in the function's source: each replay must start from its value, even if it is changed later.
             func = torch.ops.aten.clone.default
         result, allocates = self._call(func, args, kwargs), False
@@ -178,6 +202,8 @@ class Audit(OperatorWatch):
         self._gathers.after_operator({*map(storage_id, tensors_in(result))} - inputs.keys(), in_place)
         for storage, tensor in inputs.items():
             if storage not in self.own and storage not in self._named:
+                if not is_source:
+                    self._refuse_unseen(storage, tensor)
                 self._note_external(storage, tensor)
             elif storage in self.writable:
                 self._refuse_unaliased(tensor)
@@ -208,13 +234,34 @@ class Audit(OperatorWatch):
             with WithoutFunctionModes():
                 self._gradients.append((tensor, tensor.grad))
 
-    def note_returned(self, returned: Sequence[weakref.ref[Tensor]]) -> None:
+    def _refuse_unseen(self, storage: int, tensor: Tensor) -> None:
+        """Raise CaptureError for a tensor that is new in each run, and that no operator of the run made: another
+        thread, whose operators no replay repeats. Without a rehearsal that cannot be told yet."""
+        if not self._is_recorded or storage in self.external:
+            return
+        if self._host_reads.fills or not _may_be_a_result(tensor):
+            return
+        if self._rehearsed is not None:
+            if storage in self._rehearsed:
+                return
+            shown = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            fault = f"a tensor ({shown}) that is new in this call, and that no operator of this thread made: "
+            fault += "another thread did, whose work the capture of this one does not see"
+            instead = "compute it in this thread; or graphify the function that the thread runs"
+            raise self.refuse(fault, instead)
+        earlier = self.known.get(storage)
+        if earlier is None or storage_id(earlier) != storage:
+            self._has_unknown = True
+
+    def _note_returned(self) -> None:
         """Note tensors from outside that the function returned, perhaps without an operator."""
-        known = self.own | self._buffers | self.by_reference
-        tensors = {storage_id(tensor): tensor for reference in returned if (tensor := reference()) is not None}
+        inside = self.own | self._buffers | self.by_reference
+        references = self._inputs.returned
+        tensors = {storage_id(tensor): tensor for reference in references if (tensor := reference()) is not None}
         self._gathers.before_operator(tensors.keys())
         for storage, tensor in tensors.items():
-            if storage not in known:
+            if storage not in inside:
+                self._refuse_unseen(storage, tensor)
                 self.external.setdefault(storage, tensor)
 
     def restore_gradients(self) -> None:
@@ -307,6 +354,9 @@ class Audit(OperatorWatch):
         host while it is False. So the first run is a plain one, and if the audit refuses it, a second one runs as in a
         capture.
         """
+        if self._is_recorded:  # a run that must be recorded once more
+            self._undo()
+            self._is_recorded = False
         self.random.rehearse()
         try:
             outputs = self._run(fn)
@@ -318,8 +368,13 @@ class Audit(OperatorWatch):
                 outputs = self._run(fn)
         returned = [x for x in outputs if isinstance(x, Tensor)]
         del outputs  # with objects that hold other tensors
+        results = self._results
         # The recorded run does not show what only the first one keeps. What depends on no argument may be cached.
         self.refuse_leaks(returned, self._dependent | self._buffers)
+        del returned
+        cached = [tensor for reference in results if (tensor := reference()) is not None]
+        # Held until the recorded run ends, so that no new tensor has the storage of an old one.
+        self._rehearsed = {**self.external, **{storage_id(x): x for x in cached}}
 
     def _run(self, fn: Callable[[], Any]) -> list[Any]:
         with self.random.private_draws(), self:
@@ -329,6 +384,7 @@ class Audit(OperatorWatch):
     def restart(self) -> None:
         """Undo the previous run, and make the next one the recorded run. Random generators are not restored here."""
         self._undo()
+        self._is_recorded = True
         self.random.record()
 
     def _undo(self) -> None:
@@ -340,6 +396,7 @@ class Audit(OperatorWatch):
         self._dependent = self._buffers | self.writable
         self.external, self._results, self.launches = {}, [], 0
         self._refusals.made, self._failed = [], ""
+        self._has_unknown = False
 
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""
@@ -384,6 +441,13 @@ class Audit(OperatorWatch):
                 name = self._name(storage)
                 fault = f"{name} is on the CPU, in a call with tensors on a GPU, so that its value would be frozen"
                 raise self.refuse(fault, f"move {name} to the device before the call")
+
+
+def _may_be_a_result(tensor: Tensor) -> bool:
+    """Whether an operator may have made a tensor: it does not lie in memory of others (numpy, a file, a buffer)."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return True
+    return tensor.untyped_storage().resizable()
 
 
 def _dense_bytes(buffer: Tensor) -> int:

@@ -26,7 +26,7 @@ from weft.torchapi.private import (
     unowned,
 )
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.audit import Audit
+from weft.transforms.graphs.backends.audit import Audit, External
 from weft.transforms.graphs.backends.host_reads import refusal
 from weft.transforms.graphs.backends.loops import looping, split_in_loop
 from weft.transforms.graphs.backends.operators import is_sparse, tensors_in
@@ -116,6 +116,7 @@ class CudaBackend:
         self._warmed_up: set[tuple[bool, int]] = set()
         self._while_nodes = WhileNodes(device)
         self._generators: dict[int, torch.Generator] = {}
+        self._external = External()
         self._stream_id = current_stream_id(self.stream.device_index)
         self._last_stream = self.stream.cuda_stream
 
@@ -148,6 +149,7 @@ class CudaBackend:
             current.wait_stream(self.stream)
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
+        audit.known = self._external
         with self.allocating():
             return self._capture(fn, audit, split_at)
 
@@ -160,7 +162,7 @@ class CudaBackend:
             except (CaptureError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
-                pass  # perhaps a kernel that is not loaded yet, or a new generator; the eager run shows any other cause
+                pass  # a kernel not loaded yet, a new generator, an unknown tensor; the eager run shows any other cause
         with looping(self._while_nodes.rehearsal(audit)):
             audit.rehearse(fn)
         self.stream.synchronize()

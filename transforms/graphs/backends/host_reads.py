@@ -68,6 +68,8 @@ class HostReads(FunctionMode):
         self.gathers = gathers
         self.asked_for = asked_for
         self.calls_attention = False
+        self.fills = False
+        """Whether `x[index] = number` runs now, for which torch makes a tensor without an operator."""
 
     @uncompiled
     def __torch_function__(
@@ -92,11 +94,14 @@ class HostReads(FunctionMode):
         if func in _WITHOUT_OPERATOR:
             return _max_pool1d(func, args, kwargs)
         try:
+            self.fills = func is torch.Tensor.__setitem__ and not isinstance(args[2], Tensor)
             result = func(*args, **kwargs)
         except NotImplementedError as error:
             if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
                 raise
             raise self.refuse(*_branching_fault(str(func))) from None
+        finally:
+            self.fills = False
         if name in _ALLOCATE and isinstance(result, Tensor):
             self.asked_for.add(innermost_storage_id(result))
         if func in _NEW_TENSORS and not _any_tensor(args, kwargs) and result.is_cpu:

@@ -25,7 +25,7 @@ from weft.torchapi.private import (
     unseen,
 )
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.audit import Audit
+from weft.transforms.graphs.backends.audit import Audit, External, UnknownTensors
 from weft.transforms.graphs.backends.loops import looping, split_in_loop
 from weft.transforms.graphs.backends.operators import (
     ONLY_MEMORY,
@@ -233,16 +233,19 @@ class TapeBackend:
     wait_for_last_replay: None = None
     input_buffers: InputBufferPool = attrs.field(factory=InputBufferPool)
     _warm: list[bool] = attrs.field(factory=list)
+    _external: External = attrs.field(factory=External)
 
     def allocating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
+        audit.known = self._external
         with torch.no_grad():
             if not self._warm:
                 self._warm.append(True)
                 audit.rehearse(fn)
-            with suppress(UnknownGenerator):  # drawn from for the first time, or made by the function
+            # Drawn from for the first time, or made by the function; and tensors that another thread may have made.
+            with suppress(UnknownGenerator, UnknownTensors):
                 return _record(fn, audit, split_at)
             audit.rehearse(fn)
             return _record(fn, audit, split_at)
