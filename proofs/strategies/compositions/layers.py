@@ -531,7 +531,7 @@ LAYERS: dict[str, Layer] = {
         _in_a_thread,
         _in_a_thread,
         keeps_draws=True,
-        refused_in=(frozenset({"shard"}),),  # another thread's operators are not in its trace
+        refused_in=(frozenset({"shard"}), frozenset({"graph"})),  # another thread's operators are in no trace
     ),
     "torch.compile": Layer(
         _compiled, _same, _compiled, slow=True, kind="compile", refused_in=(frozenset({"graph"}), frozenset({"shard"}))
