@@ -23,6 +23,7 @@ from weft.proofs.strategies.compositions.bodies import OPERATIONS, World
 from weft.proofs.strategies.compositions.composition import MAX_DEPTH, ROWS
 from weft.proofs.strategies.compositions.layers import LAYERS
 from weft.proofs.strategies.compositions.occasions import OCCASIONS
+from weft.transforms.graphs.backends.audit import Audit
 
 NOT_DRAWN = {
     "launch": "starts processes",
@@ -147,6 +148,16 @@ def test_a_call_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tally.calls, tally.errors) == (1, 0)
     monkeypatch.setattr(LAYERS["compose"].__class__, "apply", property(lambda self: lambda function: wrong))
     with pytest.raises(LawViolation, match=r"L25 .*scan\(f\) of f: tanh\(x\); a call \(seed 0\), call 0: result\["):
+        compositions_mean_their_parts(nest)
+
+
+def test_a_thread_that_a_capture_does_not_see_is_refused_or_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    nest = Composition(Body(("tanh(x)",)), ("graphify", "a thread"), ("a call", "a call"))
+    tally = Tally()
+    compositions_mean_their_parts(nest, tally=tally)
+    assert [reason for reason in tally.refused if "another thread did" in reason]
+    monkeypatch.setattr(Audit, "_refuse_unseen", lambda self, storage, tensor: None)
+    with pytest.raises(LawViolation, match=r"graphify\(a thread\(f\)\) .*, call 1: result"):
         compositions_mean_their_parts(nest)
 
 

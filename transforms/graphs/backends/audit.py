@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.torchapi.frames import compiled_caller
 from weft.torchapi.patches import hearing_scripts, signal_capture
-from weft.torchapi.private import WithoutFunctionModes, storage_id, uncompiled
+from weft.torchapi.private import WithoutFunctionModes, innermost_storage_id, storage_id, uncompiled
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.host_reads import (
@@ -79,7 +79,7 @@ External = weakref.WeakValueDictionary[int, Tensor]
 
 
 def _is_in(storages: Set[int], tensor: Tensor) -> bool:
-    return storage_id(tensor) in storages
+    return innermost_storage_id(tensor) in storages
 
 
 class Audit(OperatorWatch):
