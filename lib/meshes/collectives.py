@@ -190,8 +190,6 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
     match effect:
         case AllGather(dim=dim):
             used = (dim,)
-        case AllReduce():
-            pass
         case ReduceScatter(dim=dim):
             cut_dim, used = dim, (dim,)
         case AllToAll(split_dim=split, concat_dim=concat):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+import functools
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -35,7 +37,7 @@ class Attrs:
 class Lax:
     """An object that is equal to every other, whatever it holds."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: Any) -> None:
         self.n = n
 
     def __eq__(self, other: object) -> bool:
@@ -65,6 +67,10 @@ EQUAL: dict[str, tuple[Any, Any]] = {
     "a dataclass in an attrs class": (Attrs(Data(0.0)), Attrs(Data(-0.0))),
     "a lax ==": (Lax(1), Lax(2)),
     "fractions and ints": (Fraction(1), 1),
+    "decimals of other precision": (Decimal("1.0"), Decimal("1.00")),
+    "slices": (slice(1), slice(True)),
+    "inside a list of an object's own ==": (Lax([1]), Lax([1.0])),
+    "inside a dict of an object's own ==": (Lax({"a": 0.0}), Lax({"a": -0.0})),
     "text of a subclass": (Word("a"), "a"),
 }
 
@@ -95,6 +101,65 @@ def test_an_object_is_like_itself_alone() -> None:
     one, other = object(), object()
     assert value_key(one) == value_key(one)
     assert value_key(one) != value_key(other)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataWithMore:
+    n: int
+
+    @functools.cached_property
+    def more(self) -> int:
+        return self.n + 1
+
+
+@attrs.frozen(slots=False)
+class AttrsWithMore:
+    n: int
+
+    @functools.cached_property
+    def more(self) -> int:
+        return self.n + 1
+
+
+@pytest.mark.parametrize("kind", [DataWithMore, AttrsWithMore])
+def test_what_a_class_of_fields_computed_is_no_part_of_its_key(kind: Any) -> None:
+    before = kind(1)
+    key = value_key(before)
+    assert before.more == 2
+    assert value_key(before) == key == value_key(kind(1))
+
+
+class Plain:
+    """An object that is compared by identity."""
+
+    n: Any = 1
+
+
+class Unhashable:
+    """An object that nothing can be looked up by."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def test_an_object_that_changes_stays_itself() -> None:
+    value = Plain()
+    key = value_key(value)
+    value.n = 2
+    assert value_key(value) == key
+    assert hash(value_key(value)) == hash(key)
+
+
+def test_a_tensor_stands_for_itself_and_is_not_read() -> None:
+    x = torch.ones(2, device="meta")
+    assert value_key(x) == (torch.Tensor, x)
+
+
+def test_what_has_no_hash_has_a_key_without_one() -> None:
+    with pytest.raises(TypeError, match="unhashable type: 'Unhashable'"):
+        hash(value_key(Unhashable()))
 
 
 def test_what_cannot_be_told_apart_cannot_be_hashed() -> None:

@@ -1,12 +1,28 @@
 """Drawn mutants: each is one change of code that runs; tests kill those that they notice, and the rest are named."""
 
 import ast
+import importlib.util
 import json
+import os
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from weft.proofs.mutants.drawn import changes, draw, main, mirrored_files, mutants_of, tests_of as files_of_tests
+from weft.proofs.mutants.drawn import (
+    FACES,
+    changes,
+    draw,
+    main,
+    mirrored_files,
+    mutants_of,
+    tests_of as files_of_tests,
+)
+from weft.proofs.mutants.judging import in_fork, outcome_of, put_in_place
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -70,6 +86,9 @@ def test_a_mutant_is_one_change_that_parses() -> None:
         ("a += 1", {"pass"}),
         ("'text'", set()),
         ("a // b", {"a * b"}),
+        ("break", {"continue"}),
+        ("return a", {"return None"}),
+        ("return None", set()),
     ],
 )
 def test_what_stands_in_place_of_a_node(before: str, after: set[str]) -> None:
@@ -81,11 +100,111 @@ def test_what_stands_in_place_of_a_node(before: str, after: set[str]) -> None:
 def test_one_seed_draws_the_same_mutants_of_core_files() -> None:
     files = mirrored_files(REPOSITORY)
     assert len(files) >= 60
+    assert not [file for file in files if file.stem.endswith("_triton") or str(file).startswith(FACES)]
     first, again, other = (draw(REPOSITORY, seed, 20, 100) for seed in (1, 1, 2))
     assert first == again
     assert {mutant.file for mutant in first} != {mutant.file for mutant in other}
     assert len({mutant.file for mutant in first}) == 20
-    assert 90 <= len(first) <= 100, "a short file has fewer places than its share"
+    assert len(first) == 100, "what a short file leaves of its share is drawn in others"
+
+
+def test_lines_of_a_statement_without_those_inside_it() -> None:
+    source = "LIMIT = 1\n\n\ndef f(a, b=2):\n    if a > (\n        b\n    ):\n        return a + b\n    return b - 1\n"
+    spans = {
+        (mutant.before, mutant.first_line, mutant.last_line, mutant.in_function)
+        for mutant in mutants_of("f.py", source)
+    }
+    assert spans == {
+        ("1", 1, 1, False),
+        ("2", 4, 4, False),
+        ("a > ( b )", 5, 7, True),
+        ("return a + b", 8, 8, True),
+        ("a + b", 8, 8, True),
+        ("return b - 1", 9, 9, True),
+        ("b - 1", 9, 9, True),
+        ("1", 9, 9, True),
+    }
+
+
+MADE_AT_IMPORT = """
+class Shape:
+    def sides(self):
+        return 4
+
+
+def adder(more):
+    return lambda number: number + more
+
+
+one_more = adder(1)
+pick = lambda: [0, lambda: 1][1]
+"""
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> ModuleType:
+    """A module in a file."""
+    path = tmp_path / "shapes.py"
+    path.write_text(MADE_AT_IMPORT)
+    spec = importlib.util.spec_from_file_location("shapes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "use", "expected"),
+    [
+        ("return 4", "return 5", lambda module: module.Shape.sides, 5),
+        ("number + more", "number - more", lambda module: lambda: module.one_more(3), 2),
+        ("number + more", "number - more", lambda module: lambda: module.adder(2)(5), 3),
+        ("lambda: 1]", "lambda: 7]", lambda module: lambda: module.pick()(), 7),
+    ],
+)
+def test_functions_that_exist_get_their_changed_code(
+    shapes: ModuleType, before: str, after: str, use: Callable[[ModuleType], Callable[..., Any]], expected: int
+) -> None:
+    function = use(shapes)  # as another module has it that imported it earlier
+    arguments = [shapes.Shape()] if before == "return 4" else []
+    assert put_in_place(Path(str(shapes.__file__)), MADE_AT_IMPORT, MADE_AT_IMPORT.replace(before, after))
+    assert function(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("number + more", "number"), ("lambda number: number + more", "None"), ("one_more = adder(1)", "one_more = 1")],
+)
+def test_what_no_function_alone_can_change_is_imported_anew(shapes: ModuleType, before: str, after: str) -> None:
+    assert not put_in_place(Path(str(shapes.__file__)), MADE_AT_IMPORT, MADE_AT_IMPORT.replace(before, after))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_how_a_fork_ends() -> None:
+    def outcome(work: Callable[[Any], None]) -> tuple[str | None, str]:
+        return outcome_of(*in_fork(work, lambda _: 4.0))
+
+    def begins(pipe: Any) -> None:
+        pipe.tell("begins", "a test")
+
+    def hangs(pipe: Any) -> None:
+        begins(pipe)
+        time.sleep(60)
+
+    def crashes(pipe: Any) -> None:
+        begins(pipe)
+        os._exit(3)
+
+    def fails(pipe: Any) -> None:
+        begins(pipe)
+        pipe.tell("ends", "a test", "failed")
+
+    assert outcome(hangs) == ("a test", "late")
+    assert outcome(crashes) == ("a test", "ended")
+    assert outcome(fails) == ("a test", "killed")
+    assert outcome(lambda _: sys.exit(1)) == ("collection", "ended")
+    assert outcome(lambda pipe: pipe.tell("done")) == (None, "survived")
 
 
 def test_the_tests_of_a_file_are_its_mirror_and_those_that_import_it() -> None:

@@ -202,6 +202,8 @@ def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
     other = attrs.evolve(amateur, config=attrs.evolve(amateur.config, vocab_size=7))
     with pytest.raises(ProgramError, match=r"of 7 tokens(.|\n)*a whole model, here, of 257 tokens"):
         expert.with_stages(beside={"amateur": other}, logits=contrast)
+    with pytest.raises(ProgramError, match=r"beside={'other': \.\.\.}\n  saw: (.|\n)*of 7 tokens\n"):
+        expert.with_stages(beside={"amateur": amateur, "other": other}, logits=contrast)
     own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     with pytest.raises(RequestError, match="a draft model without models beside"):
         Engine(expert, speculation=Speculation(num_tokens=2, model=own))

@@ -1,6 +1,6 @@
 """Copies between graphs and their callers: the table, copies as bytes, and the fallback."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from copy_cases import Pair, copied, make, moved, pairs
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from weft.ops.backends import backends
 from weft.ops.copying import copies as module
@@ -72,7 +73,64 @@ def test_same_bytes_asks_for_all_that_bytes_do_not_say() -> None:
     assert not same_bytes(x, torch._efficientzerotensor((2, 3)))
 
 
+# How launches are planned, with a launch in plain torch in place of the kernel
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tensors of the launches, of four at most."""
+    sizes: list[int] = []
+
+    def plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
+        def launch(others: Sequence[Tensor]) -> None:
+            sizes.append(len(copies.fixed))
+            for fixed, other in zip(copies.fixed, others, strict=True):
+                target, source = (fixed, other) if copies.into_fixed else (other, fixed)
+                target.copy_(source)
+            for target, source in copies.constants:
+                target.copy_(source)
+
+        return launch
+
+    monkeypatch.setattr("weft.ops.copying.copies_triton.ARITIES", (2, 4))
+    monkeypatch.setattr("weft.ops.copying.copies_triton.plan_launch", plan)
+    return sizes
+
+
+@pytest.mark.parametrize("into_fixed", [False, True])
+@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1])])
+def test_more_tensors_than_a_launch_takes(count: int, sizes: list[int], into_fixed: bool, launches: list[int]) -> None:
+    fixed = tuple(torch.full((2,), float(i)) for i in range(count))
+    others = [torch.full((2,), 100.0 + i) for i in range(count)]
+    constant = torch.zeros(3), torch.ones(3)
+    module.plan_copies_of_bytes(Copies(fixed, into_fixed, (constant,)))(others)
+    expected = [100.0 + i if into_fixed else float(i) for i in range(count)]
+    assert [x.tolist() for x in fixed if into_fixed] == [[value] * 2 for value in expected if into_fixed]
+    assert [x.tolist() for x in others] == [[value] * 2 for value in expected]
+    assert constant[0].tolist() == [1, 1, 1]
+    assert launches == sizes
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_clones_are_new_storages_each_time(count: int, launches: list[int]) -> None:
+    made = [torch.arange(6, dtype=dtype).view(2, 3).t() for dtype in (torch.float32, torch.int64) * 3][:count]
+    clone = module.plan_clones(made)
+    first = clone(())
+    second = clone(())
+    for original, *copies in zip(made, first, second, strict=True):
+        for copy in copies:
+            assert torch.equal(copy, original)
+            assert (copy.dtype, copy.stride()) == (original.dtype, original.stride())
+    assert len({x.untyped_storage().data_ptr() for x in (*made, *first, *second)}) == 3 * count
+
+
 # The implementation for each device
+
+
+def test_the_kernel_is_not_tried_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "no_kernel", lambda _: None)
+    assert not module.uses_kernel(torch.device("cpu"))
+    assert module.uses_kernel(torch.device("cuda", 0))
 
 
 def test_the_table_of_ops_says_what_copies() -> None:

@@ -23,9 +23,9 @@ from weft.ops.tiles.gpus import MEASURED, device
 def test_a_gpu_is_known_by_its_name_and_size(
     monkeypatch: pytest.MonkeyPatch, name: str, processors: int, bandwidth: float | None
 ) -> None:
-    found = SimpleNamespace(name=name, multi_processor_count=processors)
+    gpus = [SimpleNamespace(name=name, multi_processor_count=processors)]  # the first one's
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
     own = device.__wrapped__()
     assert (own and own.bandwidth) == bandwidth
 
