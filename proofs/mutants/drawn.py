@@ -265,7 +265,7 @@ class Limits:
     Args:
         workers: how many processes try mutants, each in a copy of the repository.
         seconds: how long a test may take without a change.
-        budget: seconds of tests for one mutant, besides those of its mirror.
+        budget: seconds of tests for one mutant, of its mirror and again of the other tests.
     """
 
     workers: int = 2
@@ -282,8 +282,7 @@ def run(repository: Path, mutants: Sequence[DrawnMutant], limits: Limits, out: P
     out.mkdir(parents=True, exist_ok=True)
     tests = {mutant.file: tests_of(repository, Path(mutant.file)) for mutant in mutants}
     mirrors = sorted(names[0] for names in tests.values())
-    unlimited = attrs.evolve(limits, budget=float("inf"))
-    rows = _round("mirrors", repository, dict(enumerate(mutants)), mirrors, unlimited, out)
+    rows = _round("mirrors", repository, dict(enumerate(mutants)), mirrors, limits, out)
     verdicts = {number: _verdict(mutants[number], row, by_mirror=True) for number, row in rows.items()}
     survivors = {number: mutants[number] for number, verdict in verdicts.items() if verdict.killed_by is None}
     others = sorted({test for mutant in survivors.values() for test in tests[mutant.file][1:]})
@@ -291,7 +290,11 @@ def run(repository: Path, mutants: Sequence[DrawnMutant], limits: Limits, out: P
         rows = _round("others", repository, survivors, others, limits, out)
         for number, row in rows.items():
             verdict = _verdict(mutants[number], row, by_mirror=False)
-            verdicts[number] = attrs.evolve(verdict, num_run=verdict.num_run + verdicts[number].num_run)
+            verdicts[number] = attrs.evolve(
+                verdict,
+                num_run=verdict.num_run + verdicts[number].num_run,
+                num_left=verdict.num_left + verdicts[number].num_left,
+            )
     return [verdicts[number] for number in range(len(mutants))]
 
 
@@ -406,7 +409,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=300, help="the limit of an unchanged test (default: %(default)s)"
     )
     parser.add_argument(
-        "--budget", type=float, default=120, help="seconds of tests besides the mirror's (default: %(default)s)"
+        "--budget",
+        type=float,
+        default=120,
+        help="seconds of tests for a mutant in its mirror, and again in others (default: %(default)s)",
     )
     parser.add_argument("--repository", type=Path, default=Path.cwd(), help="its root (default: this folder)")
     parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")

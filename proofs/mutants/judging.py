@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,29 +97,41 @@ def _place_of(code: types.CodeType) -> tuple[str, int, bytes]:
     return code.co_qualname, code.co_firstlineno, code.co_linetable
 
 
-def put_in_place(path: Path, before: str, after: str) -> bool:
-    """Give the functions of a file that exist their changed code. False if that leaves something unchanged."""
+def functions_in(files: Iterable[Path]) -> dict[Path, list[types.FunctionType]]:
+    """The functions that exist of each of these files, by its resolved path."""
+    found: dict[Path, list[types.FunctionType]] = {path.resolve(): [] for path in files}
+    by_name: dict[str, list[types.FunctionType] | None] = {}
+    gc.unfreeze()  # what is frozen is not listed
+    for thing in gc.get_objects():
+        if type(thing) is types.FunctionType:
+            name = thing.__code__.co_filename
+            if name not in by_name:
+                by_name[name] = found.get(Path(name).resolve())
+            functions = by_name[name]
+            if functions is not None:
+                functions.append(thing)
+    gc.freeze()  # a fork that collects garbage would write to all of it, and so copy it
+    return found
+
+
+def put_in_place(functions: Iterable[types.FunctionType], path: Path, before: str, after: str) -> bool:
+    """Give the functions of a file their changed code. False if that leaves something unchanged."""
     compiled = [compile(text, str(path), "exec", dont_inherit=True) for text in (before, after)]
     try:
         changed = {_place_of(one): other for one, other in code_pairs(compiled[0], compiled[1])}
     except ValueError:
         return False
-    names = {name for name, _, _ in changed}
-    num_functions = 0
-    gc.unfreeze()  # what is frozen is not listed
-    for thing in gc.get_objects():
-        if type(thing) is not types.FunctionType or thing.__code__.co_qualname not in names:
+    num_changed = 0
+    for function in functions:
+        code = changed.get(_place_of(function.__code__))
+        if code is None:
             continue
-        code = thing.__code__
-        changed_code = changed.get(_place_of(code))
-        if changed_code is None or Path(code.co_filename).resolve() != path.resolve():
-            continue
-        if len(code.co_freevars) != len(changed_code.co_freevars):
+        if len(function.__code__.co_freevars) != len(code.co_freevars):
             return False
-        thing.__code__ = changed_code
-        num_functions += 1
+        function.__code__ = code
+        num_changed += 1
     # A function that no object has yet is made by one that has its code, so at least one must be there.
-    return num_functions > 0
+    return num_changed > 0
 
 
 class _Pipe:
@@ -228,6 +240,7 @@ class Judge:
         self.lines = Lines(self.files, self.root)
         self.at_import: set[tuple[str, int]] = set()
         self.items: dict[str, pytest.Item] = {}
+        self.functions: dict[Path, list[types.FunctionType]] = {}
         self.tests: dict[str, Any] = {}
         self.alone: dict[str, bool] = {}
         self.changes = 0
@@ -240,6 +253,7 @@ class Judge:
         if session.testsfailed:
             raise pytest.UsageError("the tests cannot be collected without a change")
         self.items = {item.nodeid: item for item in session.items}
+        self.functions = functions_in(self.root / file for file in self.files)
         self.measure()
         finished = set()
         verdicts = Path(self.job["verdicts"])
@@ -386,7 +400,8 @@ class Judge:
             self.lines.file_of(str(getattr(module, "__file__", None) or "")) == mutant["file"]
             for module in list(sys.modules.values())
         )
-        if loaded and not put_in_place(path, before, mutant["source"]):
+        functions = self.functions[path.resolve()]
+        if loaded and not put_in_place(functions, path, before, mutant["source"]):
             pipe.tell("ended", "cannot be put in place")
             return
         run_items([self.items[name] for name in names], pipe, until_failure=True)

@@ -22,7 +22,7 @@ from weft.proofs.mutants.drawn import (
     mutants_of,
     tests_of as files_of_tests,
 )
-from weft.proofs.mutants.judging import in_fork, outcome_of, put_in_place
+from weft.proofs.mutants.judging import functions_in, in_fork, outcome_of, put_in_place
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -154,6 +154,13 @@ def shapes(tmp_path: Path) -> ModuleType:
     return module
 
 
+def changed_in_place(shapes: ModuleType, before: str, after: str) -> bool:
+    path = Path(str(shapes.__file__))
+    [functions] = functions_in([path]).values()
+    assert len(functions) >= 4
+    return put_in_place(functions, path, MADE_AT_IMPORT, MADE_AT_IMPORT.replace(before, after))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "use", "expected"),
     [
@@ -168,7 +175,7 @@ def test_functions_that_exist_get_their_changed_code(
 ) -> None:
     function = use(shapes)  # as another module has it that imported it earlier
     arguments = [shapes.Shape()] if before == "return 4" else []
-    assert put_in_place(Path(str(shapes.__file__)), MADE_AT_IMPORT, MADE_AT_IMPORT.replace(before, after))
+    assert changed_in_place(shapes, before, after)
     assert function(*arguments) == expected
 
 
@@ -177,7 +184,7 @@ def test_functions_that_exist_get_their_changed_code(
     [("number + more", "number"), ("lambda number: number + more", "None"), ("one_more = adder(1)", "one_more = 1")],
 )
 def test_what_no_function_alone_can_change_is_imported_anew(shapes: ModuleType, before: str, after: str) -> None:
-    assert not put_in_place(Path(str(shapes.__file__)), MADE_AT_IMPORT, MADE_AT_IMPORT.replace(before, after))
+    assert not changed_in_place(shapes, before, after)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
