@@ -8,7 +8,6 @@ rank 0 of 2
 """
 
 import functools
-import itertools
 import re
 from collections.abc import Sequence
 
@@ -207,14 +206,19 @@ class Program:
         title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
         match = read_form(_TITLE, title, "Program.parse(...)", f"a first line {title!r}")
         another = next((line for line in lines if _is_title(line)), None)
-        classes = list(itertools.takewhile(bool, (re.fullmatch(r"mb (\d+): (.+)", line.strip()) for line in lines)))
-        if another or any(found and int(found[1]) != index for index, found in enumerate(classes)):
+        classes = list[re.Match[str]]()
+        for line in lines:
+            found = re.fullmatch(r"mb (\d+): (.+)", line.strip())
+            if found is None:
+                break
+            classes.append(found)
+        if another or any(int(found[1]) != index for index, found in enumerate(classes)):
             seen, instead = "classes of micro-batches out of order", "mb 0: ..., mb 1: ..."
             if another:
                 seen, instead = f"another rank's program, {another!r}", "weft.effects.parse_listing(text)"
             raise ProgramError("Program.parse(...)", seen, instead)
         effects = tuple(parse_effect(line) for line in lines[len(classes) :])
-        return cls(int(match[1]), int(match[2]), effects, tuple(found[2] for found in classes if found))
+        return cls(int(match[1]), int(match[2]), effects, tuple(found[2] for found in classes))
 
 
 def _is_title(line: str) -> bool:

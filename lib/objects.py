@@ -430,6 +430,12 @@ def _refill(value: set[Any], contents: Set[Any]) -> None:
     value.update(contents)
 
 
+def _refill_array(value: Any, contents: Any) -> None:
+    if value.shape != contents.shape:
+        value.shape = contents.shape
+    value[...] = contents
+
+
 _SET = _Contents(set, _refill, lambda now, was: bool(now == was))
 _BYTES = _Contents(bytes, lambda value, contents: value.__setitem__(slice(None), contents), lambda now, was: now == was)
 _ARRAY = _Contents(
@@ -440,7 +446,7 @@ _ARRAY = _Contents(
 _RANDOM = _Contents(random.Random.getstate, random.Random.setstate, lambda now, was: bool(now == was))
 _NUMPY_ARRAY = _Contents(
     lambda value: value.copy(),
-    lambda value, contents: value.__setitem__(..., contents),
+    _refill_array,
     lambda now, was: now.shape == was.shape and (now is was or now.tobytes() == was.tobytes()),
 )
 _NUMPY_GENERATOR = _Contents(

@@ -188,6 +188,13 @@ def test_arguments_that_are_not_there_are_refused_at_once() -> None:
         def f(state: Tensor) -> Tensor:
             return state
 
+    seen = "g() -> None, which has no argument 'state'"
+    with refused(ArgumentError, "donates('state', 'more')", seen, "one of (), for it has none"):
+
+        @donates("state", "more")
+        def g() -> None:
+            """Nothing."""
+
     with refused(ArgumentError, "donates(f)", "what is no name of an argument", '@donates("state"), <any>'):
 
         @donates  # type: ignore[arg-type]

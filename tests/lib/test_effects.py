@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from refusal import refused
 
 from weft.batch import Batch
 from weft.effects import (
@@ -162,6 +163,14 @@ def test_texts_that_are_no_program(text: str) -> None:
         Program.parse(text)
     assert error.value.call == "Program.parse(...)"
     assert error.value.instead == "rank R of N"
+
+
+@pytest.mark.parametrize("numbers", [[1], [0, 0], [0, 2], [1, 0]])
+def test_classes_out_of_order_are_named(numbers: list[int]) -> None:
+    classes = "".join(f"\n  mb {number}: uniform x1, 3 reqs" for number in numbers)
+    seen = "classes of micro-batches out of order"
+    with refused(ProgramError, "Program.parse(...)", seen, "mb 0: ..., mb 1: ..."):
+        Program.parse(f"rank 0 of 1{classes}\n  run stage 0 [mb 0]")
 
 
 def test_a_bad_line_of_a_program_is_named() -> None:

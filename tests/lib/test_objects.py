@@ -34,6 +34,10 @@ class Plain:
         self.inner = inner
 
 
+class Below(Plain):
+    shared = 7
+
+
 def counter() -> Callable[[], int]:
     count = 0
 
@@ -136,6 +140,11 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "bytes": (lambda: Plain(bytearray(2)), lambda x: x.inner.__setitem__(0, 1), "inner"),
     "an array": (lambda: Plain(array("i", [0])), lambda x: x.inner.__setitem__(0, 1), "inner"),
     "an array of NumPy": (lambda: Plain(np.zeros(2)), lambda x: x.inner.__iadd__(1), "inner"),
+    "the shape of an array of NumPy": (
+        lambda: Plain(np.zeros(2)),
+        lambda x: setattr(x.inner, "shape", (2, 1)),
+        "inner",
+    ),
     "a generator": (lambda: Plain(random.Random(0)), lambda x: x.inner.random(), "inner"),
     "a generator of NumPy": (lambda: Plain(np.random.default_rng(0)), lambda x: x.inner.random(), "inner"),
     "an old generator of NumPy": (lambda: Plain(np.random.RandomState(0)), lambda x: x.inner.rand(), "inner"),
@@ -146,6 +155,11 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "inner.__self__.inner",
     ),
     "a value of the class": (lambda: Plain(), lambda x: setattr(Plain, "shared", 1), "Plain.shared"),
+    "a value of a class below which another has its name": (
+        lambda: Below(),
+        lambda x: setattr(Plain, "shared", 1),
+        "Plain.shared",
+    ),
     "a buffer of a module that no module has": (
         lambda: Plain(nn.BatchNorm1d(2)),
         lambda x: setattr(x.inner, "running_mean", torch.ones(2)),

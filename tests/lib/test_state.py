@@ -13,13 +13,13 @@ from torch import Tensor
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
-from weft.errors import DonatedError, WeftError
+from weft.errors import DonatedError, RequestError, WeftError
 from weft.ops.sampling.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
 from weft.outputs import Output
 from weft.padding import pad
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
-from weft.state import State, admit, advance, resolve
+from weft.state import State, admit, advance, copy_pages, resolve
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves
 
@@ -257,6 +257,36 @@ def test_a_request_that_is_started_again_counts_what_it_had_generated() -> None:
     assert state.sampling.counts[0].tolist() == [0, IN_PROMPT, IN_PROMPT + 1, 2]
     assert state.sampling.ints[0, MIN_LEN] == 5
     assert state.positions[0] == 5
+
+
+@FAST
+@given(st.permutations(range(40)), st.integers(0, 20))
+def test_copied_pages_are_those_of_their_sources(pages: list[int], count: int) -> None:
+    state = attrs.evolve(empty(), beside={"other": torch.arange(2.0 * 40).reshape(1, 2, 40, 1, 1, 1)})
+    state.kv_pages.copy_(torch.arange(state.kv_pages.numel()).view_as(state.kv_pages))
+    sources, targets = pages[:count], pages[count : 2 * count]
+    before = clone(state)
+    copied = copy_pages(state, sources, targets)
+    source_of = dict(zip(targets, sources, strict=True))
+    for page in range(40):
+        source = source_of.get(page, page)
+        assert torch.equal(copied.kv_pages[:, :, page], before.kv_pages[:, :, source])
+        assert torch.equal(copied.beside["other"][:, :, page], before.beside["other"][:, :, source])
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "seen"),
+    [
+        ([1, 2], [3, 2], "page 2, which is in both"),
+        ([0], [40], "a page that is not the state's"),
+        ([-1], [0], "a page that is not the state's"),
+    ],
+)
+def test_pages_that_cannot_be_copied_are_named(sources: list[int], targets: list[int], seen: str) -> None:
+    with pytest.raises(RequestError) as error:
+        copy_pages(empty(), sources, targets)
+    assert error.value.call == f"copy_pages(state, {sources}, {targets})"
+    assert (error.value.seen, error.value.instead) == (seen, "different pages from 0 to 39")
 
 
 def test_an_admitted_state_is_dead_and_names_its_taker() -> None:

@@ -16,7 +16,9 @@ from transformers import (
 
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.proofs.strategies.models import moe_fields, window_fields
+from weft.stages.attention.rope import Rope
 from weft.stages.checkpoints.formats import load_config
+from weft.stages.config import MoeConfig
 
 
 def written(config: PretrainedConfig, architecture: str, folder: Path) -> dict[str, Any]:
@@ -242,6 +244,11 @@ def test_a_window_that_is_switched_off() -> None:
         ({"head_dim": 3}, "head_dim=3"),
         ({"dtype": torch.int8}, "dtype=torch.int8"),
         ({"architecture": "GPT"}, "architecture='GPT'"),
+        ({"num_layers": 2**16 + 1}, "65537 layers"),
+        ({"moe": MoeConfig(2**12, 1, 8, True)}, "32 layers of 4096 experts"),
+        ({"windows": (4,)}, "windows=[4]"),
+        ({"windows": (-1,) * 32}, f"windows={[-1] * 32}"),
+        ({"rope": Rope(mrope_section=(1, 2, 3))}, "mrope_section=[1, 2, 3] and head_dim=128"),
     ],
 )
 def test_a_configuration_is_valid_at_construction(changes: dict[str, Any], seen: str) -> None:

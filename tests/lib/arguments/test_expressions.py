@@ -42,6 +42,13 @@ def test_it_matches_what_re_matches(text: str, name: str) -> None:
     assert Expression(text, before="a.*", after="b?").matches(f"a{name}") == inside
 
 
+def test_expressions_of_one_text_are_equal_and_print_as_written() -> None:
+    one = Expression("a|b", before="c")
+    assert one == Expression("a|b", before="c") != Expression("a|b")
+    assert hash(one) == hash(Expression("a|b", before="c"))
+    assert repr(one) == "Expression(text='a|b', before='c', after='')"
+
+
 @pytest.mark.parametrize(
     ("text", "matches"),
     [

@@ -196,6 +196,16 @@ def test_a_stage_without_attention_is_one_piece(model: Model) -> None:
         assert tokens(half, graph=mode, pipeline=2) == expected
 
 
+def test_functions_print_as_what_they_are_and_name_their_policy() -> None:
+    value = {"a": torch.zeros(2)}
+    assert str(StageFunctions(batch_invariant=True, reduction_leaves=4)) == "batch invariant, 4 reduction leaves"
+    assert str(StageFunctions(extras=value)) == "extra a: [2] torch.float32"
+    assert str(StageFunctions(carries=value)) == "carried a: [2] torch.float32"
+    policies = [StageFunctions(**names).policy for names in ({}, {"captures": value}, {"carries": value})]
+    assert policies == ["full", "none", "none"]
+    assert StageFunctions(captures=value, prefix_caching="recompute").policy == "recompute"
+
+
 def test_an_engine_of_a_model_with_own_stages_says_what_it_has(model: Model) -> None:
     own = model.with_stages(layers={STEERED: plus(torch.zeros(model.config.hidden_size))})
     assert "layer 1=" in own.facts["stages"]
@@ -283,7 +293,10 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: model.with_stages(3), "transform"),
     (lambda model: model.with_stages(attention=3), "attention"),
     (lambda model: model.with_stages(layers=lambda layer: layer), "a dict from a layer's index"),
-    (lambda model: model.with_stages(layers={99: lambda layer: layer}), "0 to"),
+    (lambda model: model.with_stages(layers={99: lambda layer: layer}), "0 to 5, to a function"),
+    (lambda model: model.with_stages(layers={6: lambda layer: layer}), "0 to 5, to a function"),
+    (lambda model: model.with_stages(layers={0: 3}), "a dict from a layer's index"),
+    (lambda model: model.with_stages(prefix_caching="all"), "prefix_caching"),
     (
         lambda model: said_by(model.with_stages(layers={1: plus(torch.zeros(1, dtype=torch.float64))})),
         "layer 1 of with_stages.*\n.*float64",

@@ -1,5 +1,7 @@
 """A session is a stream in parts: outputs and states do not depend on which micro-batches are submitted together."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +127,31 @@ def test_jobs_that_cannot_be_are_refused_and_nothing_ran(batches: int, jobs: lis
     session.submit([torch.full((1,), 2.0)], [Job(after=0)])
     state, _ = session.close()
     assert [float(s) for s in state] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("batches", [torch.ones(1), 3])
+def test_a_batch_that_is_in_no_list_is_named(batches: Any) -> None:
+    session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
+    name = {"Tensor": "a Tensor", "int": "an int"}[type(batches).__name__]
+    with pytest.raises(ProgramError) as error:
+        session.submit(batches, [Job()])
+    assert error.value.call == f"session.submit(<{name}>, <a list>)"
+    assert error.value.seen == f"{name} and the jobs [Job(feeds=True, after=None)]"
+    assert error.value.instead == "a Job for each batch: submit([batch], [Job()])"
+
+
+def test_a_session_that_waits_holds_no_batch_that_is_over() -> None:
+    session = pipeline([counting], advance=kept).session([None], zeros(1))
+    batch = torch.ones(1)
+    is_over = weakref.ref(batch)
+    outputs = session.submit([batch], [Job()])
+    if not outputs:
+        outputs = session.submit([torch.zeros(1)], [Job(after=0)])
+    assert [number for number, _ in outputs][:1] == [0]
+    del batch, outputs
+    gc.collect()
+    assert is_over() is None
+    session.close()
 
 
 def test_after_a_failure_a_session_is_over() -> None:

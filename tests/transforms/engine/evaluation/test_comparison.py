@@ -2,7 +2,9 @@
 
 import attrs
 import pytest
+import torch
 
+from weft.descriptor import BatchDescriptor
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
@@ -10,6 +12,7 @@ from weft.transforms.engine.evaluation.comparison import (
     TOLERANCE,
     RunComparison,
     RunTrace,
+    TracedStep,
     Way,
     compare_alone,
     compare_runs,
@@ -41,6 +44,37 @@ def test_a_longer_run_has_other_tokens() -> None:
     assert [*compare_runs(long, short).faults()] == ["the tokens differ in step 2, the last that was compared"]
     with pytest.raises(RequestError, match="saw: max_tokens=0"):
         trace_run(model, EAGER, PROMPTS, 0)
+
+
+def test_a_run_ends_with_the_models_own_end_and_is_compared_to_the_bit_in_equal_shapes() -> None:
+    model = load(DEMO, "cpu", "float32")
+    whole = trace_run(model, EAGER, PROMPTS, 4)
+    end = whole.token_ids[0][1]
+    assert end not in (whole.token_ids[0][0], whole.token_ids[1][0])
+    ending = attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=(end,)))
+    cut = trace_run(ending, EAGER, PROMPTS, 4)
+    assert cut.token_ids[0] == whole.token_ids[0][:2]
+    found = compare_runs(whole, trace_run(model, EAGER, PROMPTS, 4))
+    assert (found.allowed, found.bitwise, found.row["verdict"]) == (0.0, True, "holds")
+    assert attrs.evolve(found, tokens=False).row["verdict"] == "BROKEN"
+    invariant = model.with_stages(batch_invariant=True)
+    split, one = (trace_run(invariant, way, PROMPTS, 2) for way in (PIPELINED, EAGER))
+    assert (compare_runs(split, one).allowed, compare_runs(split, one).bitwise) == (0.0, True)
+
+
+def test_the_rate_is_that_of_decode_steps_after_the_first_of_each_class() -> None:
+    prompts, decode, fewer = BatchDescriptor(5, 2), BatchDescriptor.uniform(2), BatchDescriptor.uniform(1)
+    x = torch.zeros(1)
+
+    def run(*steps: tuple[BatchDescriptor, float]) -> RunTrace:
+        traced = tuple(TracedStep(descriptor, seconds, x, x, x, x) for descriptor, seconds in steps)
+        return RunTrace(EAGER, PROMPTS, traced, [], {})
+
+    steps = [(prompts, 10.0), (prompts, 20.0), (decode, 40.0), (decode, 0.25), (decode, 0.25), (fewer, 80.0)]
+    assert run(*steps, (fewer, 0.5)).tokens_per_second == (2 + 2 + 1) / 1.0
+    assert run(*steps[:3]).tokens_per_second is None
+    assert run(*steps[:3]).row["tokens/s"] is None
+    assert run(*steps).row["tokens/s"] == "8"
 
 
 def test_a_nan_holds_nowhere() -> None:
