@@ -55,7 +55,7 @@ class Lines:
     def stop(self) -> None:
         """Look no longer."""
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]  # typeshed knows no None here
+        threading.settrace(None)
 
     def file_of(self, name: str) -> str | None:
         """The drawn file that a code object's file name is; None if it is none."""

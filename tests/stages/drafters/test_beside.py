@@ -16,6 +16,7 @@ from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.custom.sown import sow
+from weft.stages.drafters.beside import readers_beside
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
@@ -112,6 +113,43 @@ def test_what_logits_do_not_read_is_not_computed(expert: Model, amateur: Model) 
     )
     assert none == early - 1
     assert early < other == twice
+
+
+def logits_of(model: Model) -> Tensor:
+    """The logits of a step on two prompts."""
+    runner = make_runner(model, Limits(2, 16), mode="none", keep_logits=True)
+    state = make_state(model, runner.layouts, [8, 8])
+    with torch.no_grad():
+        _, out = runner.step(runner.params, state, Batch.ragged([0, 1], [[5, 6, 9], [7]]))
+    assert out.logits is not None
+    return out.logits
+
+
+def test_a_model_with_positions_in_three_parts_reads_text_beside_another(expert: Model, amateur: Model) -> None:
+    pairs = amateur.config.head_dim // 2
+    rope = attrs.evolve(amateur.config.rope, mrope_section=(pairs - 2, 1, 1))
+    in_parts = attrs.evolve(amateur, config=attrs.evolve(amateur.config, rope=rope))
+    with_text, with_parts = (
+        logits_of(expert.with_stages(beside={"amateur": one}, logits=contrast)) for one in (amateur, in_parts)
+    )
+    torch.testing.assert_close(with_parts, with_text)
+
+
+@pytest.mark.parametrize("moved", [0.0, 1.0])
+def test_pages_that_a_model_beside_made_anew_are_in_the_next_state(
+    expert: Model, amateur: Model, moved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(params: Any, pages: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1), pages + moved if moved else pages
+
+    monkeypatch.setattr("weft.stages.drafters.beside.reader", lambda *_: read)
+    runner = make_runner(expert, Limits(1, 4), mode="none")
+    (state,) = make_state(expert, runner.layouts, [8])
+    state = attrs.evolve(state, beside={"amateur": torch.zeros(1), "other": torch.zeros(1)})
+    models = dict.fromkeys(state.beside, (amateur.config, amateur.params, amateur.functions))
+    found, _ = readers_beside(models, torch.device("cpu"))(state, None)  # type: ignore[arg-type]
+    assert [pages.item() for pages in found.beside.values()] == [moved, moved]
+    assert (found is state) == (not moved)
 
 
 def contrasted(theirs: tuple[Any, Any], ids: list[int]) -> Tensor:
