@@ -8,11 +8,13 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from weft.display.durations import ticks
 from weft.effects import Run, Send
 from weft.errors import CostError, ProgramError
+from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.events import Event
@@ -167,6 +169,17 @@ def test_an_event_that_cannot_be_is_refused(arguments: Any, instead: str) -> Non
     assert instead in error.value.instead
 
 
+def test_a_pipeline_is_recorded_inside_of_measure_alone() -> None:
+    step = pipeline([lambda p, s, batch, x: (s, batch), lambda p, s, batch, x: (s, x)])
+    with measure() as outer:
+        with measure() as inner:
+            step((None, None), (None, None), torch.ones(2))
+        assert outer.events() == []
+    step((None, None), (None, None), torch.ones(2))
+    performed = ["run stage 0 [mb 0]", "send to 1 [mb 0]", "recv from 0 [mb 0]", "run stage 1 [mb 0]"]
+    assert [str(event.effect) for event in inner.timeline().events] == performed
+
+
 # compare
 
 
@@ -177,6 +190,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     assert found.step_time == pytest.approx((3 - 5) / 5)
     assert found.busy == pytest.approx(((2 / 3 - 2 / 5) / (2 / 5), (2 / 3 - 4 / 5) / (4 / 5)))
     assert str(found).splitlines()[1] == "  step time -40.0%"
+    assert repr(found) == f"Comparison(step_time={found.step_time!r}, busy={found.busy!r})"
     assert compare(measured, measured) == Comparison(0.0, (0.0, 0.0), measured, measured)
 
 
