@@ -258,6 +258,8 @@ def capture(
             prepared.refuse_changes(audit.call)
             refuse_opaque(audit.call, recording.outputs, call)
             audit.refuse_leaks(recording.outputs.leaves)
+            recording = attrs.evolve(recording, outputs=_renewed(recording.outputs, audit.own - audit.writable))
+            audit.refuse_kept_results()
     if not _autograd_records(external):
         refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
     if split_at and descriptor is None and recording.num_pieces == 1:
@@ -368,6 +370,19 @@ def _without_owning(outputs: Outputs, storages: Set[int]) -> Outputs:
         return unowned(leaf) if is_view and leaf.untyped_storage().nbytes() else leaf
 
     return attrs.evolve(outputs, leaves=tuple(map(released, outputs.leaves)))
+
+
+def _renewed(outputs: Outputs, storages: Set[int]) -> Outputs:
+    """The outputs, of which those in these storages are new tensor objects over the same memory."""
+    objects: dict[int, Any] = {}
+
+    def renewed(leaf: Any) -> Any:
+        if type(leaf) is not Tensor or leaf.requires_grad or storage_id(leaf) not in storages:
+            return leaf
+        return objects.setdefault(id(leaf), leaf.data)
+
+    with unseen():
+        return attrs.evolve(outputs, leaves=tuple(map(renewed, outputs.leaves)))
 
 
 def _plain_aliases(leaves: Iterable[Any]) -> list[Any]:

@@ -244,8 +244,7 @@ class Audit(OperatorWatch):
         if self._rehearsed is not None:
             if storage in self._rehearsed:
                 return
-            shown = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            fault = f"a tensor ({shown}) that is new in this call, and that no operator of this thread made: "
+            fault = f"a tensor ({_shown(tensor)}) that is new in this call, and that no operator of this thread made: "
             fault += "another thread did, whose work the capture of this one does not see"
             instead = "compute it in this thread; or graphify the function that the thread runs"
             raise self.refuse(fault, instead)
@@ -415,13 +414,30 @@ class Audit(OperatorWatch):
         if self._leaked(returned, overwritten):
             gc.collect()  # a tensor in a reference cycle is not a leak
         if found := self._leaked(returned, overwritten):
-            shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in found[:3])
+            shapes = ", ".join(_shown(t) for t in found[:3])
             subject, instead = "a tensor that it made is", "make it before the call and pass it in, or return it"
             if all(storage_id(t) in self._buffers for t in found):
                 subject, instead = "an argument, or a view of one, is", "keep a clone of it outside the function"
             seen = f"{subject} kept and not returned ({shapes}): in a cache, a global or an attribute"
             raise CaptureError(self.call, seen, instead)
+
+    def refuse_kept_results(self) -> None:
+        """Raise CaptureError if a tensor that the function made is alive, now that the objects which it returned are
+        gone: it keeps one of them, or a view of one, and no replay would make that anew."""
+        if self._alive_results():
+            gc.collect()
+        if kept := self._alive_results():
+            shapes = ", ".join(_shown(t) for t in kept[:3])
+            seen = f"a tensor that it returns ({shapes}) is kept too: in a cache, a global or an attribute"
+            instead = "return it alone, and keep it outside the function, as a state that the next call receives"
+            raise CaptureError(self.call, seen, instead)
         self._results = []
+
+    def _alive_results(self) -> list[Tensor]:
+        """The tensors that operators made in the run and that are alive, but for those in memory that it may write."""
+        results = [tensor for reference in self._results if (tensor := reference()) is not None]
+        made = self.own - self.writable
+        return [tensor for tensor in results if not tensor.requires_grad and storage_id(tensor) in made]
 
     def _leaked(self, returned: Sequence[Tensor], overwritten: Set[int]) -> list[Tensor]:
         allowed = {storage_id(t) for t in returned} | self.writable
@@ -448,6 +464,11 @@ def _may_be_a_result(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return True
     return tensor.untyped_storage().resizable()
+
+
+def _shown(tensor: Tensor) -> str:
+    """The dtype and the shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _dense_bytes(buffer: Tensor) -> int:
