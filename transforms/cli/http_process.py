@@ -18,7 +18,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.server.bodies import ServerLimits
 from weft.transforms.server.grammars.masks import mask_maker
-from weft.transforms.server.host import GIVE_UP_SECONDS, EngineHost, Host
+from weft.transforms.server.host import STILL_SECONDS, EngineHost, Host
 from weft.transforms.server.remote import RemoteHost, Unpacker, pack, run_engine
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -149,12 +149,12 @@ class HttpProcess:
         return _exit_code(None if fault is None else f"{type(fault).__name__}: {fault}") or code
 
     def _end_if_still(self) -> None:
-        """End this process if the other one has ended and the engine stands still in a step."""
+        """End this process if the other one has ended and the engine stands still in a step: nobody waits for it."""
         assert self._process is not None
         self._process.wait()
-        if not self._has_returned.wait(GIVE_UP_SECONDS):
+        if not self._has_returned.wait(STILL_SECONDS):
             print(
-                f"error: the engine stood still for {GIVE_UP_SECONDS:g} s, and was given up",
+                f"error: the engine stood still for {STILL_SECONDS:g} s more, and was given up",
                 file=sys.stderr,
                 flush=True,
             )
