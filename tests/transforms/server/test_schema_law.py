@@ -3,9 +3,15 @@
 The answers are walks of random tokens that the mask allows, so that they say what no model would. jsonschema decides.
 """
 
+import contextlib
+import itertools
 import json
+import os
 import random
 import re
+import signal
+import sys
+import threading
 from typing import Any
 
 import attrs
@@ -18,7 +24,7 @@ from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.model import Model
-from weft.transforms.server.grammars import compiling, masks as masks_module, schemas
+from weft.transforms.server.grammars import compiling, masks as masks_module, patterns, schemas
 from weft.transforms.server.grammars.compiling import GrammarLimits, GrammarUse, Tokens
 from weft.transforms.server.grammars.masks import Grammars, Masks
 from weft.transforms.server.grammars.patterns import rewrite
@@ -248,6 +254,48 @@ def test_a_grammar_that_is_not_compiled_in_time(bounded: Bounded, monkeypatch: p
     assert "a grammar that is not compiled within 0 s" in str(found.value)
 
 
+_NUMBERS = itertools.count()
+
+
+def new_form() -> dict[str, Any]:
+    """One that was not compiled before."""
+    return {"type": "regex", "regex": f"a{{{next(_NUMBERS)}}}new"}
+
+
+def go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_grammar_has_its_time_though_others_have_the_processor(
+    bounded: Bounded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped for longer than that spends nothing."""
+    bounded.mask(new_form())
+    compiler = bounded.grammars._compiler
+    assert compiler._process is not None
+    pid = compiler._process.pid
+    assert pid is not None
+    monkeypatch.setattr(compiler, "_limits", GrammarLimits(seconds=1.0))
+    os.kill(pid, signal.SIGSTOP)
+    goes_on = threading.Timer(1.5, go_on, (pid,))
+    goes_on.start()
+    try:
+        assert bounded.mask(new_form())([]) is not None
+    finally:
+        goes_on.join()
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RequestError, match=r"a grammar that is not compiled within 1 s"):
+        bounded.mask(new_form())
+
+
+def test_a_planted_clock_on_the_wall_is_found(bounded: Bounded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_processor_seconds", lambda _: None)
+    with pytest.raises(RequestError, match=r"a grammar that is not compiled within 1 s"):
+        test_a_grammar_has_its_time_though_others_have_the_processor(bounded, monkeypatch)
+
+
 def test_a_process_that_ends_is_replaced(bounded: Bounded) -> None:
     bounded.mask({"type": "regex", "regex": "ab"})
     compiler = bounded.grammars._compiler
@@ -315,3 +363,25 @@ def test_completions_that_share_matchers_have_the_masks_of_matchers_of_their_own
         if len(said) > 1 and draw.random() < 0.3:
             said.pop()
     assert len(shared._states) <= n + n
+
+
+NEAR_BLOCKS = st.one_of(*[st.integers(128 * count - 2, 128 * count + 2) for count in range(1, 5)], st.integers(0, 20))
+
+
+@given(NEAR_BLOCKS, st.none() | NEAR_BLOCKS, NEAR_BLOCKS)
+@settings(max_examples=200, deadline=None)
+def test_repetitions_in_blocks_match_what_the_pattern_matches(least: int, more: int | None, length: int) -> None:
+    """XGrammar follows no more than 128 of them in a time that does not grow."""
+    most = "" if more is None else least + more
+    pattern = f"a{{{least},{most}}}"
+    written = rewrite("call", pattern, in_json=False)
+    assert all(int(count) <= 128 for count in re.findall(r"\d+", written))
+    for count in {length, least, least + (more or 0), max(least - 1, 0), least + (more or 0) + 1}:
+        text = "a" * count
+        assert bool(re.fullmatch(written, text)) == bool(re.fullmatch(pattern, text))
+
+
+def test_planted_repetitions_without_the_last_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_at_most", lambda written, count: f"{written}{{0,{min(count, 128)}}}")
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        test_repetitions_in_blocks_match_what_the_pattern_matches()

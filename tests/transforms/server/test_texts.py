@@ -2,7 +2,10 @@
 several tokens; in completions, echoes, offsets and the bytes of chats."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -10,6 +13,9 @@ from serving import Served, ask, served
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from weft.stages.model import Model
+from weft.transforms.engine.detokenizing import Detokenizer
+from weft.transforms.server.answers import Part
+from weft.transforms.server.vocabulary import Vocabulary
 
 PROMPT = "the capital"
 
@@ -78,3 +84,43 @@ def test_the_bytes_of_a_chat_are_its_text(own: tuple[Served, Model]) -> None:
         choice = ask(server, {**body, "allowed_token_ids": [chosen]}, "/v1/chat/completions").json()["choices"][0]
         raw = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"])
         assert raw.decode() == choice["message"]["content"]
+
+
+# Planted bugs ---------------------------------------------------------------------------------------------------------
+
+
+def _sum_of_lengths(part: Part) -> list[int]:
+    """Each token's text begins where the texts of those before it end, each decoded by itself."""
+    track = part.choice.track
+    if track is None or track.tokenizer is None:
+        return []
+    lengths = [len(track.tokenizer.decode([token])) for token in track.token_ids]
+    return [sum(lengths[:place]) for place in range(part.start, part.stop)]
+
+
+def _stripped(vocabulary: Vocabulary, token: int) -> list[int]:
+    return [*vocabulary.text(token).strip().encode()]
+
+
+BUGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[tuple[Served, Model]], None]]] = {
+    "the prompt is not read": (
+        lambda: mock.patch.object(Detokenizer, "_context", return_value=()),
+        test_a_completion_keeps_its_first_space,
+    ),
+    "offsets count the lengths of tokens": (
+        lambda: mock.patch.object(Part, "text_offsets", property(_sum_of_lengths)),
+        lambda own: test_offsets_count_the_text(own, echo=False, stop=None),
+    ),
+    "bytes are those of the stripped token": (
+        lambda: mock.patch.object(Vocabulary, "bytes_of", _stripped),
+        test_the_bytes_of_a_chat_are_its_text,
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(own: tuple[Served, Model], bug: str) -> None:
+    planted, check = BUGS[bug]
+    with planted(), pytest.raises(AssertionError):
+        check(own)
+    check(own)

@@ -30,6 +30,11 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 _LARGEST, _LARGEST_PER_TOKEN = 4 * 2**20, 128
 """Bytes of a compiled grammar, as text."""
 _TRIED_SEEDS = 2
+_NICE = 10
+"""Once it has started, the process gives way to those that answer: it has what they leave of the processors."""
+_MOST_WAITING = 3
+"""A grammar is waited for so many times as long as it may take the processor, which others may have meanwhile."""
+_LOOK_SECONDS = 0.1
 _BUDGET = MaskBudget(step_seconds=0.05, burst_seconds=0.2)
 
 
@@ -38,7 +43,7 @@ class GrammarLimits:
     """The limits of a grammar.
 
     Args:
-        seconds: in which it is compiled.
+        seconds: of the processor, in which it is compiled.
         memory: bytes beyond those of XGrammar itself.
         budget: of the masks of one request, when it is tried and when it is used.
         trial_seconds: of the processor, for which it is tried on each of some texts.
@@ -137,7 +142,7 @@ class Compiler:
             pipe = self._started()
             try:
                 pipe.send((kind, source, use))
-                if not pipe.poll(self._limits.seconds):
+                if not self._has_answer(pipe, self._limits.seconds):
                     self._end()
                     seen = f"a grammar that is not compiled within {self._limits.seconds:g} s"
                     raise RequestError(call, seen, "a smaller one")
@@ -161,10 +166,23 @@ class Compiler:
         self._process = process  # one that could not be started is none that could be ended
         theirs.close()
         with contextlib.suppress(EOFError, OSError):
-            if self._pipe.poll(_START_SECONDS) and self._pipe.recv() == "ready":
+            if self._has_answer(self._pipe, _START_SECONDS) and self._pipe.recv() == "ready":
                 return self._pipe
         self._end()
         raise RequestError("response_format", "XGrammar's process did not start", "the same request later")
+
+    def _has_answer(self, pipe: Connection, seconds: float) -> bool:
+        """Wait for an answer until the process has had the processor for so many seconds."""
+        assert self._process is not None
+        pid = self._process.pid
+        before = _processor_seconds(pid)
+        end = time.monotonic() + (seconds if before is None else _MOST_WAITING * seconds)
+        while not pipe.poll(min(_LOOK_SECONDS, seconds)):
+            now = _processor_seconds(pid)
+            has_spent = before is not None and now is not None and now - before >= seconds
+            if has_spent or time.monotonic() >= end:
+                return False
+        return True
 
     def _end(self) -> None:
         if self._pipe is not None:
@@ -190,6 +208,8 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
     info = Tokens(*tokens).info()
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     _limit_memory(limits.memory)
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(_NICE)
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -261,6 +281,16 @@ def _fill_seconds(matcher: Any, bits: Any) -> float:
     middle = time.thread_time()
     matcher.fill_next_token_bitmask(bits)
     return min(middle - begin, time.thread_time() - middle)
+
+
+def _processor_seconds(pid: int | None) -> float | None:
+    """The time of the processor that a process has had; None: it has ended, or this system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _limit_memory(more: int) -> None:

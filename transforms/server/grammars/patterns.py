@@ -35,6 +35,10 @@ _NEGATED = {
 }
 
 
+_BLOCK = 128
+"""Repetitions that XGrammar follows in a time that does not grow."""
+
+
 def rewrite(call: str, pattern: str, *, in_json: bool) -> str:
     """The expression of texts that the pattern matches from the first to the last character.
 
@@ -107,9 +111,11 @@ class _Writer:
             raise _Refused(f"repetitions in repetitions of more than {MOST_NESTED} characters")
         written = f"(?:{self.concatenation(inner, False, False)})"
         self._nested = before
-        return written + (
-            "*" if not least and most is op.MAXREPEAT else f"{{{least},{'' if most is op.MAXREPEAT else most}}}"
-        )
+        if bound <= _BLOCK:
+            bounds = f"{{{least},{'' if most is op.MAXREPEAT else most}}}"
+            return written + ("*" if not least and most is op.MAXREPEAT else bounds)
+        rest = f"{written}*" if most is op.MAXREPEAT else _at_most(written, bound - least)
+        return _exactly(written, least) + rest
 
     def _characters(self, ranges: Ranges) -> str:
         if not self._in_json:
@@ -119,6 +125,25 @@ class _Writer:
         if not escaped:
             return _set_of(plain)
         return f"(?:{_set_of(plain)}|\\\\[{escaped}])" if plain else f"(?:\\\\[{escaped}])"
+
+
+def _exactly(written: str, count: int) -> str:
+    """A pattern as often, in blocks. Within a longer repetition each mask of XGrammar's takes more time than the one
+    before."""
+    if count <= _BLOCK:
+        return f"{written}{{{count}}}" if count else ""
+    blocks, rest = divmod(count, _BLOCK)
+    return _exactly(f"(?:{written}{{{_BLOCK}}})", blocks) + _exactly(written, rest)
+
+
+def _at_most(written: str, count: int) -> str:
+    """A pattern at most as often, in blocks: fewer blocks and part of one, or all of them and the rest."""
+    if count <= _BLOCK:
+        return f"{written}{{0,{count}}}" if count else ""
+    blocks, rest = divmod(count, _BLOCK)
+    block = f"(?:{written}{{{_BLOCK}}})"
+    fewer = _at_most(block, blocks - 1) + _at_most(written, _BLOCK - 1)
+    return f"(?:{fewer}|{_exactly(block, blocks)}{_at_most(written, rest)})"
 
 
 def _characters_of(kind: Any, value: Any) -> Ranges:
