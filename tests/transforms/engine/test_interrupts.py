@@ -184,6 +184,8 @@ def check_interrupts(count: int) -> dict[str, list[str]]:
 
 def test_ctrl_c_at_any_line_loses_nothing(runs_all: bool) -> None:
     found = check_interrupts(200 if runs_all else 8)
+    for name, places in found.items():
+        print(f"Ctrl-C in {name}: {len(places)} times at {len({*places})} places, 0 engines lost, 0 wrong")
     assert all(len({*places}) > 5 for places in found.values())
 
 
@@ -196,6 +198,7 @@ def test_an_exception_from_outside_at_any_line_of_add_loses_nothing(runs_all: bo
         assert session.lost is None
         count += len(session.interrupted["add"])
         seed += 1
+    print(f"an exception in add: {count} times, 0 engines lost, 0 wrong")
 
 
 @pytest.mark.parametrize("call", ["step", "abort"])
@@ -212,6 +215,7 @@ def test_an_exception_from_outside_in_a_step_or_an_abort_loses_an_engine_by_name
             assert session.lost.instead == "another weft.Engine(...), and its requests again"
         count += len(session.interrupted[call])
         seed += 1
+    print(f"an exception in {call}: {count} times, {lost} engines lost by name, 0 silently")
     assert lost
 
 

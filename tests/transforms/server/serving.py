@@ -97,7 +97,7 @@ BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 100, "
 
 def ask(server: Served, body: Any = BODY, path: str = "/v1/completions", **options: Any) -> Any:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, timeout=60, **options)
+    return httpx.post(f"{server.url}{path}", content=content, **{"timeout": 60, **options})
 
 
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

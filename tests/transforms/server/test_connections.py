@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from serving import BODY, Served, ask, served, until
@@ -280,3 +282,42 @@ def test_an_end_of_an_answer_that_nobody_reads_has_a_clock(
         head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: {connection}\r\n"
         slow.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         assert ended.wait(15)
+
+
+def test_a_signal_ends_a_server_whose_engine_stands_still(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No completion under way will end. A second signal is not needed."""
+    monkeypatch.setattr(listening, "GIVE_UP_SECONDS", 0.3)
+    goes_on = threading.Event()
+    with served(model) as inner:
+        step = inner.host.engine.step
+        monkeypatch.setattr(inner.host.engine, "step", lambda: (goes_on.wait(60), step())[1])
+        listener = Listener(inner.server.app(), inner.host, "demo")
+        bound = socket.socket()
+        bound.bind(("127.0.0.1", 0))
+        server = Served(f"http://127.0.0.1:{bound.getsockname()[1]}", 0, inner.host, inner.server, inner.stop)
+        serving = threading.Thread(target=lambda: asyncio.run(listener._serve([bound])), daemon=True)
+        serving.start()
+        answers = list[Any]()
+        asking = threading.Thread(target=lambda: answers.append(ask(server)), daemon=True)
+        try:
+            until(lambda: listener.started)
+            asking.start()
+            until(lambda: inner.host.num_open == 1)
+            listener.handle_exit(signal.SIGTERM, None)
+            asking.join(10)
+            assert [answer.status_code for answer in answers] == [500]
+            assert listener.should_exit
+        finally:
+            goes_on.set()
+            listener.should_exit = True
+            serving.join(20)
+            asking.join(20)
+        assert not serving.is_alive()
+
+
+def test_a_planted_server_that_waits_for_an_engine_that_stands_still_is_found(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Listener, "_end_if_still", mock.AsyncMock())
+    with pytest.raises(AssertionError):
+        test_a_signal_ends_a_server_whose_engine_stands_still(model, monkeypatch)

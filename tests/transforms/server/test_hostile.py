@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import json
 import socket
@@ -24,7 +25,7 @@ from weft.transforms.server import app, host, templates
 from weft.transforms.server.bodies import ServerLimits, UnfinishedBodies
 from weft.transforms.server.browsers import is_loopback, refuse_browsers
 from weft.transforms.server.grammars.compiling import Compiler, GrammarUse
-from weft.transforms.server.grammars.masks import Masks
+from weft.transforms.server.grammars.masks import Masks, ModelGrammars
 from weft.transforms.server.refusals import Refusal
 
 httpx = pytest.importorskip("httpx")
@@ -318,6 +319,21 @@ def test_a_server_whose_template_loops_ends_at_once(model: Model) -> None:
     assert process.poll() is not None
 
 
+def test_a_chat_waits_for_loops_no_longer_than_their_patience(model: Model) -> None:
+    """All places are taken by chats that have much time left: the one that began first is ended, and no other."""
+    with served(attrs.evolve(model, chat_template=LOOPS), chat_template=LOOPS) as server:
+        renderer = server.server._renderer
+        loop = functools.partial(ask, server, chat("loop"), "/v1/chat/completions")
+        with mock.patch.object(renderer, "_seconds", 12.0), attacked(loop, templates.MOST_AT_ONCE) as refused:
+            until(lambda: len(renderer._busy) == templates.MOST_AT_ONCE)
+            assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
+            num_left = len(renderer._busy)
+            for rendering in [*renderer._busy]:
+                server.host._loop.call_soon_threadsafe(renderer._end, rendering)
+        assert num_left == templates.MOST_AT_ONCE - 1
+        assert {found.status_code for found in refused} == {400}
+
+
 def test_the_body_that_began_first_makes_room(model: Model) -> None:
     """Many bodies that do not end, each of less than a body may have."""
     limits = ServerLimits(max_body=100_000, max_unfinished=200_000)
@@ -429,12 +445,17 @@ def test_planted_bugs_of_the_limits_are_found(model: Model, monkeypatch: pytest.
             test_health_is_not_200_while_the_engine_stands_still(model, patch)
 
 
+def test_a_planted_template_that_has_all_its_time_is_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "PATIENCE_SECONDS", 1e9)
+    with pytest.raises(AssertionError):
+        test_a_chat_waits_for_loops_no_longer_than_their_patience(model)
+
+
 NESTED = {"type": "regex", "regex": "(((a*)*)*)*"}
 
 
-def test_a_grammar_that_was_compiled_is_found_while_slow_ones_fill_the_pool(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_full_pool(model: Model, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A grammar that was compiled is answered within so many seconds, while slow ones take all places."""
     quick = {**BODY, "max_tokens": 2, "response_format": {"type": "regex", "regex": "[ab]+"}, "ignore_eos": False}
     may_go_on = threading.Event()
     compile_one = Compiler.compile
@@ -453,11 +474,24 @@ def test_a_grammar_that_was_compiled_is_found_while_slow_ones_fill_the_pool(
             thread.start()
         until(lambda: server.server._num_compiling == len(slow))
         try:
-            assert ask(server, quick).status_code == 200
+            assert ask(server, quick, timeout=seconds).status_code == 200
         finally:
             may_go_on.set()
             for thread in threads:
                 thread.join()
+
+
+def test_a_grammar_that_was_compiled_is_found_while_slow_ones_fill_the_pool(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_full_pool(model, monkeypatch, 60)
+
+
+def test_a_planted_pool_that_is_asked_first_is_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that was compiled waits for those that are being compiled."""
+    monkeypatch.setattr(ModelGrammars, "find", lambda *_: None)
+    with pytest.raises(httpx.ReadTimeout, match="timed out"):
+        check_full_pool(model, monkeypatch, 3)
 
 
 def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> None:
