@@ -1,7 +1,8 @@
 """`BatchDescriptor`: the shape class of a batch, with the partial order `covers`; and the protocol of such a class."""
 
 import dataclasses
-from typing import Any, Protocol, Self, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import attrs
 
@@ -12,6 +13,24 @@ from weft.errors import DescriptorError
 CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
 """The graphs in which attention can run: none; between two graphs, eagerly; inside a graph of a decode with one token
 for each request; of any uniform decode; of any batch. Each includes those before it."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_CHECK = "__weft_check_descriptor__"
+
+
+def declare_check(fn: F, check: Callable[[Any], None]) -> F:
+    """Declare what raises for the class of a batch that `fn` cannot take, and return `fn`. A graph does not run Python,
+    and one of a wider class may answer: so `graphify` calls the check for each new class of batches itself."""
+    vars(fn)[_CHECK] = check
+    return fn
+
+
+def check_accepted(fn: Callable[..., Any], descriptor: Any) -> None:
+    """Raise what the check that `fn` declares raises for this class of a batch."""
+    check: Callable[[Any], None] | None = getattr(fn, _CHECK, None)
+    if check is not None:
+        check(descriptor)
 
 
 @runtime_checkable

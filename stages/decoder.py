@@ -7,6 +7,7 @@ the biases, QK norms, routers or FP8 scales that a model lacks are None.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
+from weft.descriptor import check_accepted, declare_check
 from weft.donation import donates
 from weft.errors import ProgramError
 from weft.ops.attention.backends import AttentionBackend
@@ -46,7 +48,7 @@ from weft.stages.custom.functions import (
 )
 from weft.stages.custom.sown import SownNames, carried_on, sowing
 from weft.stages.head import check_drafting, finish, read_at, verify
-from weft.stages.inputs import check_call, embed, resolve_inputs
+from weft.stages.inputs import check_call, check_drafts, embed, resolve_inputs
 from weft.stages.layer_fields import row_starts
 from weft.stages.layers import Blocks, run_layers
 from weft.stages.layout import StageLayout
@@ -122,7 +124,8 @@ def decoder_stage(
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        check_call(name, layout, params, batch, x, section is not None, config.tie_word_embeddings, num_drafts)
+        check_call(name, layout, params, batch, x, section is not None, config.tie_word_embeddings)
+        check_accepted(stage, batch.descriptor)
         with invariant() if batch_invariant else nullcontext():
             check_drafting(state, num_drafts)
             resolved = resolve_inputs(name, functions.token_extras, state, batch)
@@ -161,6 +164,8 @@ def decoder_stage(
             return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = name
+    if not num_drafts:
+        declare_check(stage, partial(check_drafts, name))
     return stage
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError, ProgramError, WeftError
 from weft.outputs import IntermediateTensors
 from weft.stages.attention.rope import position_fault
@@ -28,11 +29,9 @@ def check_call(
     x: IntermediateTensors | None,
     has_mrope: bool,
     is_tied: bool,
-    num_drafts: int,
 ) -> None:
     """Raise ProgramError for the parameters of another stage, and for a later stage without `x`; DescriptorError for a
-    batch of another stage, with positions that the model does not have, or with places for drafts where nothing drafts.
-    """
+    batch of another stage, or with positions that the model does not have."""
     kind: type[WeftError] = ProgramError
     owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
     if owned != (layout.first, layout.last, len(layout.layers)):
@@ -43,15 +42,18 @@ def check_call(
         seen, instead = fault
     elif x is None and not layout.first:
         seen, instead = "x is None", "what the stage before returned"
-    elif not num_drafts and (batch.descriptor.query_len or 1) > 1:
-        kind = DescriptorError
-        seen = f"a batch of query_len={batch.descriptor.query_len}, with places for drafts, where nothing drafts"
-        instead = NO_DRAFTS
     elif fault := position_fault(batch, x, has_mrope):
         kind, (seen, instead) = DescriptorError, fault
     else:
         return
     raise kind(f"{name}(params, state, batch, x)", seen, instead)
+
+
+def check_drafts(name: str, descriptor: BatchDescriptor) -> None:
+    """Raise DescriptorError for a batch with places for drafts: nothing drafts."""
+    if (descriptor.query_len or 1) > 1:
+        seen = f"a batch of query_len={descriptor.query_len}, with places for drafts, where nothing drafts"
+        raise DescriptorError(f"{name}(params, state, batch, x)", seen, NO_DRAFTS)
 
 
 def resolve_inputs(name: str, defaults: Mapping[str, Tensor], state: State, batch: Batch) -> ResolvedBatch:

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.descriptor import check_descriptor
+from weft.descriptor import check_accepted, check_descriptor
 from weft.errors import CacheMissError, CaptureError, DescriptorError
 from weft.ops.transfers.collective import others_wait
 from weft.settings import config, count_capture, may_capture, may_replay
@@ -282,6 +282,7 @@ class Cache:
             check_descriptor(found[0], f"{self.graphable.name}(...)")
             self._check_kind(found[0])
             check_sizes(call, found[0], self.graphable.name)
+            check_accepted(self.graphable.fn, found[0])
             return found[0]
         raise CaptureError(
             f"graphify({self.graphable.name}, ladder=...)({', '.join(call.copied)})",

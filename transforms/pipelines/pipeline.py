@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.arguments.checks import check_values, kind_of, names_arguments
 from weft.batch import Batch
+from weft.descriptor import check_accepted, declare_check
 from weft.display.tables import text, titled
 from weft.donation import clone, declare_donated, donated_argnames
 from weft.effects import Program, listing, programs_html
@@ -84,6 +85,11 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
             states = [call_advance(index, advance, s, batch, x) for index, s in enumerate(states)]
         return in_kind(states, state), x
 
+    def check(descriptor: Any) -> None:
+        for stage in stages:
+            check_accepted(stage, descriptor)
+
+    declare_check(step, check)
     return declare_lending(declare_donated(step, _donations(stages, advance)), lends(stages[-1]))
 
 
