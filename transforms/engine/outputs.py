@@ -203,21 +203,24 @@ class OutputProcessor:
         Args:
             works: of one step.
             share: sends rank 0's value to all ranks (`Transport.share`).
-            decides: this is rank 0, by whose clock a mask takes too long. The others hear first which masks failed
-                there, and compute the rest.
+            decides: this is rank 0, by whose clock a mask takes too long. If a mask has a budget,
+                the others hear first which masks failed there, and compute the rest.
         """
         masked = [name for work in works for name in _sampled(work) if name in self._masks]
         if not masked:
             return [*works], {}
         clock = MaskClock(len({self._open[name].id for name in masked}))
         failed: dict[str, RequestError] = {}
-        if not decides:
+        # Without a budget nothing is shared: ranks with different requests would wait for each
+        # other before they compare them.
+        has_budget = any(self._open[name].id in self._budgets for name in masked)
+        if has_budget and not decides:
             failed = {name: RequestError(*words) for name, words in share(None).items()}
         masks = {name: self._mask(name, failed, clock if decides else None) for name in masked}
         for id, seconds in clock.seconds.items():
             if id in self._budgets:
                 self._debts[id] = clock.budget(self._budgets[id]).owed(self._debts.get(id, 0.0), seconds)
-        if decides:
+        if has_budget and decides:
             share({name: (error.call, error.seen, error.instead) for name, error in failed.items()})
         kept = {name: mask for name, mask in masks.items() if mask is not None and name not in failed}
         return [_with_masks(work, kept) for work in works], failed

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -33,6 +34,8 @@ SPARE_FILES = 128
 """File descriptors that connections leave to everything else."""
 MIN_CONNECTIONS = 64
 """Connections that a server must be able to have."""
+PREPARE_SECONDS = 10
+"""Seconds after a signal in which requests may still begin, once their grammars are compiled."""
 SHUTDOWN_SECONDS = 5
 """Seconds that connections have to end after all completions have ended."""
 
@@ -216,6 +219,7 @@ class Listener(uvicorn.Server):
         self.engine_host = engine_host
         self.name = name
         self._watching: asyncio.Task[None] | None = None
+        self._prepare_until = 0.0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -233,16 +237,18 @@ class Listener(uvicorn.Server):
         if self.engine_host.is_closing:
             os._exit(128 + sig)
         self.engine_host.refuse_requests()
+        self._prepare_until = time.monotonic() + PREPARE_SECONDS
         name, open_ones = signal.Signals(sig).name, counted(self.engine_host.num_open, "completion")
         print(f"{name}: {open_ones} under way may end; a second signal ends at once", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        """End with the engine's process, or after a signal when no completion is under way. Until then requests are
-        answered, by 503."""
+        """End with the engine's process, or after a signal when no completion is under way and no
+        request may begin one. Until then requests are answered, by 503."""
         host = self.engine_host
         if host.is_closing and self._watching is None:
             self._watching = asyncio.create_task(self._end_if_still())
-        if host.is_final or (host.is_closing and not host.num_open):
+        may_begin = self.server_state.tasks and time.monotonic() < self._prepare_until
+        if host.is_final or (host.is_closing and not host.num_open and not may_begin):
             self.should_exit = True
         return await super().on_tick(counter)
 
