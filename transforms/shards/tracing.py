@@ -378,6 +378,20 @@ _LOST = {_CLASS.data.__set__: "data", _CLASS.grad.__set__: "grad"}
 """Writes of attributes, which no operator makes."""
 
 
+def _data_of(x: Tensor) -> Tensor:
+    return x.data
+
+
+_OF_ONE_LEVEL: dict[Any, Callable[..., Any]] = {
+    _CLASS.data.__get__: _data_of,
+    Tensor.detach_: torch.ops.aten.detach_.default,
+    torch.detach_: torch.ops.aten.detach_.default,
+}
+"""What reaches no operator, and so is recorded here. Under nested transforms of torch.func each of
+these drops the derivatives of the innermost one, where `detach` drops all. So a run calls it in its
+own transforms, and on a tensor that one inside the function has wrapped, nothing is recorded."""
+
+
 class _Calls(FunctionMode):
     """Sees the functions of torch as they are called, above autograd and torch.func: gives them what stands for tensors
     that are closed over, records what reaches no operator, and refuses hooks."""
@@ -398,11 +412,9 @@ class _Calls(FunctionMode):
         if func in _OF_THE_OBJECT:
             return func(*args)
         args, kwargs = tree_map(lambda x: self.recorder.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        if func == _CLASS.data.__get__:
-            return args[0].detach()
         result = func(*args, **kwargs)
-        if func in (Tensor.detach_, torch.detach_):
-            self.recorder.record(torch.ops.aten.detach_.default, args, {}, innermost(result))
+        if func in _OF_ONE_LEVEL and not is_functorch_wrapped_tensor(args[0]):
+            self.recorder.record(_OF_ONE_LEVEL[func], args, {}, innermost(result))
         return result
 
 

@@ -165,6 +165,30 @@ def test_a_detached_value_has_no_gradient_and_all_others_have(name: str) -> None
     assert gradient(by_rows(f)) == pytest.approx(gradient(f))
 
 
+OF_ONE_LEVEL: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda x: x * x.detach(),
+    "detach_": lambda x: x * (x * 3).detach_(),
+    "data": lambda x: x * x.data,
+    "data of data": lambda x: x * x.data.data,
+    "data of a result": lambda x: x * (x * x).data,
+    "detach_ inside": lambda x: func.grad(lambda y: (y.tanh() * (y * 3).detach_()).sum())(x),
+    "data inside": lambda x: func.grad(lambda y: (y.tanh() * y.data).sum())(x),
+    "data of what is around": lambda x: func.grad(lambda y: (y.tanh() * x.data).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_LEVEL)
+def test_a_detached_value_has_the_derivatives_that_torch_gives_it(name: str) -> None:
+    """`x.data` and `x.detach_()` drop those of the innermost transform, `x.detach()` all of them."""
+    f = OF_ONE_LEVEL[name]
+
+    def derivatives(step: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        first = func.grad(lambda x: step(x).square().sum())
+        return [first(X), func.grad(lambda x: first(x).sum())(X)]
+
+    torch.testing.assert_close(derivatives(by_rows(f)), derivatives(f))
+
+
 def test_a_detached_argument_is_not_the_argument() -> None:
     x = X.clone().requires_grad_()
     assert not by_rows(lambda x: x.detach())(x).requires_grad
