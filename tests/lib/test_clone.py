@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import weft
 from weft import donation
@@ -59,13 +59,28 @@ def offsets(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.data_ptr() - first[tensor.untyped_storage().data_ptr()] for tensor in filled]
 
 
+def lazily(tensor: Tensor, like: Tensor) -> Tensor:
+    """The view with the conjugation and the negation of another tensor. Twice, it is the tensor itself."""
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
+def deep_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Deep copies. A Parameter's and a lazy view's share with nothing, so the plain tensors over their memory are
+    copied."""
+    different = {id(tensor): tensor for tensor in tensors}
+    copied = copy.deepcopy([lazily(tensor.detach(), tensor) for tensor in different.values()])
+    pairs = zip(different.items(), copied, strict=True)
+    made = {key: lazily(copied, tensor) for (key, tensor), copied in pairs}
+    return [made[id(tensor)] for tensor in tensors]
+
+
 def check_clone(tensors: Sequence[Tensor]) -> None:
-    """A clone has the values, and the sharing, of a deep copy. That of a Parameter shares with nothing, so the plain
-    tensor over its memory is copied in its place."""
+    """A clone has the values, and the sharing, of a deep copy."""
     tree = {"first": tensors[0], "all": list(tensors)}
     found = weft.clone(tree)
-    plain = {id(tensor): tensor.detach() if isinstance(tensor, nn.Parameter) else tensor for tensor in tensors}
-    wanted = copy.deepcopy([plain[id(tensor)] for tensor in tensors])
+    wanted = deep_copies(tensors)
     assert found["first"] is found["all"][0]
     assert objects(found["all"]) == objects(wanted)
     filled = [place for place, tensor in enumerate(tensors) if tensor.numel()]
