@@ -252,7 +252,7 @@ def capture(
     with ONE_AT_A_TIME:
         audit = audit_of(graphable, prepared, backend.device)  # no other capture has set the generators that it saves
         with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
-            recording = backend.capture(prepared.run if watch is None else watched, audit, split_at)
+            recording: Any = backend.capture(prepared.run if watch is None else watched, audit, split_at)
             prepared.aliases.clear()
             external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
             prepared.refuse_changes(audit.call)
