@@ -169,6 +169,7 @@ CAPTURES = (
     Mutant("two donated tensors share memory", _HAZARDS, _beside(check_call, "refuse_shared", _nothing)),
     Mutant("a branch on an operator's error is kept", _HAZARDS, _method(Audit, "_call", _call_without_note)),
     Mutant("the first run keeps tensors", _HAZARDS, _method(Audit, "refuse_leaks", _nothing)),
+    Mutant("a result may be kept", _HAZARDS, _method(Audit, "refuse_kept_results", _nothing)),
     Mutant("TorchScript reads unheard", _HAZARDS, _beside(Audit, "hearing_scripts", nullcontext)),
     Mutant("new storage of a parameter is not seen", _HAZARDS, _addresses_forgotten),
     Mutant(

@@ -141,7 +141,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
     kept = _unwritten(graphable, donated, call.reference_leaves[call.num_donated :])
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
-    likes = (*call.reference_leaves, *call.copied_leaves)
+    likes = [_Like.of(x) for x in (*call.reference_leaves, *call.copied_leaves)]
     state = SavedTensors(saved)
     in_python = PythonState(graphable.fn)
     aliases, arguments = _aliases(originals, likes, grad), list[weakref.ref[Tensor]]()
@@ -338,27 +338,51 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _aliases(leaves: Iterable[Any], likes: Iterable[Any], grad: bool) -> list[Any]:
+@attrs.frozen(eq=False)
+class _Like:
+    """A caller's leaf, and what autograd says of it before any run: of a view that was made without gradients, it says
+    nothing more once a run has written to its base.
+
+    Args:
+        leaf: the tensor or value.
+        requires_grad: whether it is a tensor that requires grad.
+        is_result: whether it does so as the result of an operator.
+    """
+
+    leaf: Any
+    requires_grad: bool
+    is_result: bool
+
+    @classmethod
+    def of(cls, leaf: Any) -> "_Like":
+        """What there is to know of a leaf."""
+        requires_grad = isinstance(leaf, Tensor) and leaf.requires_grad
+        return cls(leaf, requires_grad, requires_grad and not leaf.is_leaf)
+
+
+def _aliases(leaves: Iterable[Any], likes: Iterable[_Like], grad: bool) -> list[Any]:
     """New tensor objects on the same storages, so that donation or `requires_grad_()` inside the function does not mark
     the caller's tensors. They are like the caller's: parameters, leaves of autograd, with the same attributes, and one
     object where the caller passed one tensor twice. Where autograd could record (`grad`), none requires grad."""
     made: dict[int, Any] = {}
     with unseen():
-        return [made.setdefault(id(like), _alias(x, like, grad)) for x, like in zip(leaves, likes, strict=True)]
+        return [made.setdefault(id(like.leaf), _alias(x, like, grad)) for x, like in zip(leaves, likes, strict=True)]
 
 
-def _alias(leaf: Any, like: Any, grad: bool) -> Any:
+def _alias(leaf: Any, like: _Like, grad: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    requires_grad, alias = like.requires_grad and not grad, leaf.data
-    if type(like) is nn.Parameter:
+    requires_grad = like.requires_grad and not grad
+    alias = leaf.data
+    if type(like.leaf) is nn.Parameter:
         alias = nn.Parameter(alias, requires_grad)
     elif requires_grad:
         alias.requires_grad_()
-        if not like.is_leaf:
+        if like.is_result:
             with torch.enable_grad():
                 alias = alias.view_as(alias)
-    vars(alias).update({name: value for name, value in vars(like).items() if not name.startswith(OF_OTHERS)})
+    attributes = vars(like.leaf).items()
+    vars(alias).update({name: value for name, value in attributes if not name.startswith(OF_OTHERS)})
     return alias
 
 

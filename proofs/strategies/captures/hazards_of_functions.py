@@ -70,6 +70,32 @@ def f(x):
         {"kept": ("x.detach()", "x * 1", "x", "x.view(-1)", "x.clone().mul_(2)")},
         refused=True,
     ),
+    "a result that is kept too": Kind(
+        """
+class Box:
+    pass
+
+last = torch.zeros(3, device=device)
+box = Box()
+box.last = torch.zeros(3, device=device)
+kept = {"last": torch.zeros(3, device=device), "all": [torch.zeros(3, device=device)]}
+
+def f(x):
+    global last
+    $kept
+""",
+        {
+            "kept": (
+                "last = last + x; return last",
+                "box.last = box.last + x; return box.last",
+                "kept['last'] = kept['last'] + x; return {'a': x * 2, 'b': kept['last']}",
+                "kept['all'][0] = kept['all'][0] + x; return kept['all'][0][1:]",
+                "total = kept['last'] + x; kept['last'] = total[:]; return total",
+                "total = last + x; return total, total.view(-1)",
+            )
+        },
+        refused=True,
+    ),
     "a read by TorchScript": Kind(
         """
 unit = torch.jit.CompilationUnit('''

@@ -245,3 +245,16 @@ def test_what_cannot_be_graphified(case: str) -> None:
     with pytest.raises(CaptureError) as caught:
         graphify(fn, **options)
     assert seen in str(caught.value)
+
+
+def test_a_donated_result_that_was_made_without_gradients_is_captured_again() -> None:
+    """Autograd refuses to say whether such a view is a leaf once a run has written to its base."""
+    outside = torch.ones(3)
+    step = graphify(lambda x: (x.mul_(2), outside + 1), donate_argnames="x")
+    x: Tensor = torch.nn.Parameter(torch.ones(2, 3)).clone()
+    with torch.no_grad():
+        for call in range(4):
+            if call > 1:
+                outside = outside * 2
+            x, other = step(x)
+            assert_equal("call", (x, other), (torch.full((2, 3), 2.0 ** (call + 1)), outside + 1))

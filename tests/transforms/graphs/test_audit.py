@@ -179,6 +179,39 @@ def test_a_tensor_kept_outside_is_refused(way: str) -> None:
     assert_equal("and not after", graphify(lambda x: (x, x[1:], x * 2))(X), (X, X[1:], X * 2))
 
 
+def keep(x: Tensor) -> Tensor:
+    KEPT.append(x)
+    return x
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: keep(x * 2),
+        lambda x: {"a": x + 1, "b": keep(x * 2)[1:]},
+        lambda x: (keep(x * 2), KEPT[-1].view(-1)),
+        lambda x: (y := x * 2, keep(y[:2]))[0],
+    ],
+)
+def test_a_result_that_is_kept_too_is_refused(fn: Callable[[Tensor], Any], lends: bool) -> None:
+    """A replay would make it anew for the caller, and not where the function keeps it."""
+    with pytest.raises(CaptureError) as error:
+        graphify(fn, outputs="borrow" if lends else "safe")(X)
+    said = str(error.value)
+    KEPT.clear()
+    assert "saw: a tensor that it returns (float32[" in said
+    assert "is kept too: in a cache, a global or an attribute" in said
+    assert "instead: return it alone, and keep it outside the function" in said
+
+
+def test_a_result_may_be_returned_twice_and_in_parts() -> None:
+    graph = graphify(lambda x: ((y := x * 2), y, y[1:], {"a": [y.view(-1)]}))
+    for call in range(3):
+        doubled = (X + call) * 2
+        assert_equal("call", graph(X + call), (doubled, doubled, doubled[1:], {"a": [doubled]}))
+
+
 def test_results_that_require_grad_are_refused() -> None:
     said = refusal(lambda x: (x, (x * 2).requires_grad_()), X)
     assert said.endswith(
