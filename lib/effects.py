@@ -208,17 +208,17 @@ class Program:
         another = next((line for line in lines if _is_title(line)), None)
         classes = list[re.Match[str]]()
         for line in lines:
-            found = re.fullmatch(r"mb (\d+): (.+)", line.strip())
-            if found is None:
+            micro_batch = re.fullmatch(r"mb (\d+): (.+)", line.strip())
+            if micro_batch is None:
                 break
-            classes.append(found)
-        if another or any(int(found[1]) != index for index, found in enumerate(classes)):
+            classes.append(micro_batch)
+        if another or any(int(micro_batch[1]) != index for index, micro_batch in enumerate(classes)):
             seen, instead = "classes of micro-batches out of order", "mb 0: ..., mb 1: ..."
             if another:
                 seen, instead = f"another rank's program, {another!r}", "weft.effects.parse_listing(text)"
             raise ProgramError("Program.parse(...)", seen, instead)
         effects = tuple(parse_effect(line) for line in lines[len(classes) :])
-        return cls(int(match[1]), int(match[2]), effects, tuple(found[2] for found in classes))
+        return cls(int(match[1]), int(match[2]), effects, tuple(micro_batch[2] for micro_batch in classes))
 
 
 def _is_title(line: str) -> bool:

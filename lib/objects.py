@@ -432,7 +432,7 @@ def _refill(value: set[Any], contents: Set[Any]) -> None:
 
 def _refill_array(value: Any, contents: Any) -> None:
     if value.shape != contents.shape:
-        value.shape = contents.shape
+        value.resize(contents.shape, refcheck=False)
     value[...] = contents
 
 

@@ -206,11 +206,13 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 def may_be_differentiated(tensor: torch.Tensor) -> bool:
     """Whether autograd, or a derivative of torch.func, may track operations on a tensor, whatever the grad mode. `vmap`
     alone tracks none, and `grad` of some arguments does not track the others."""
-    forward_levels = {level.level() for level in get_interpreter_stack() or () if level.key() == TransformType.Jvp}
-    while is_functorch_wrapped_tensor(tensor):
-        if tensor.requires_grad or maybe_get_level(tensor) in forward_levels:
-            return True
-        tensor = get_unwrapped(tensor)
+    if is_functorch_wrapped_tensor(tensor):
+        stack = get_interpreter_stack() or ()
+        forward_levels = {level.level() for level in stack if level.key() == TransformType.Jvp}
+        while is_functorch_wrapped_tensor(tensor):
+            if tensor.requires_grad or maybe_get_level(tensor) in forward_levels:
+                return True
+            tensor = get_unwrapped(tensor)
     if tensor.requires_grad:
         return True
     if forward_ad._current_level < 0:

@@ -32,10 +32,11 @@ HOMES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms"
 """The folders of the product, and the package of each."""
 
 FACES = ("lib/display", "transforms/cli", "transforms/server")
-"""What shows results or reads requests, and computes nothing: not drawn. Nor are kernels, which no CPU runs."""
+"""Folders whose files are not drawn: they show results and read requests. Kernels are not drawn either, since no CPU
+runs them."""
 
 IMPORTS = ("torch", "torch._dynamo", "torch.testing", "numpy", "hypothesis", "transformers", "tokenizers", "z3", "rich")
-"""What the tests import of others, so that no fork has to."""
+"""The packages that tests import. The parent process imports them, so that no fork has to."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -260,7 +261,7 @@ class Verdict:
 
 @attrs.frozen
 class Limits:
-    """What a run of drawn mutants may use.
+    """The limits of a run of drawn mutants.
 
     Args:
         workers: how many processes try mutants, each in a copy of the repository.
@@ -285,9 +286,9 @@ def run(repository: Path, mutants: Sequence[DrawnMutant], limits: Limits, out: P
     rows = _round("mirrors", repository, dict(enumerate(mutants)), mirrors, limits, out)
     verdicts = {number: _verdict(mutants[number], row, by_mirror=True) for number, row in rows.items()}
     survivors = {number: mutants[number] for number, verdict in verdicts.items() if verdict.killed_by is None}
-    others = sorted({test for mutant in survivors.values() for test in tests[mutant.file][1:]})
-    if survivors and others:
-        rows = _round("others", repository, survivors, others, limits, out)
+    importers = sorted({test for mutant in survivors.values() for test in tests[mutant.file][1:]})
+    if survivors and importers:
+        rows = _round("importers", repository, survivors, importers, limits, out)
         for number, row in rows.items():
             verdict = _verdict(mutants[number], row, by_mirror=False)
             verdicts[number] = attrs.evolve(
@@ -317,7 +318,7 @@ def _round(
     limits: Limits,
     out: Path,
 ) -> dict[int, dict[str, Any]]:
-    """What test files say of mutants, by the mutants' numbers."""
+    """The verdicts of these test files on the mutants, by the mutants' numbers."""
     numbers = list(mutants)
     # Several workers need the times and the lines of the unchanged tests, which one without mutants finds first.
     shares: list[list[int]] = [[]] if limits.workers > 1 else []
@@ -412,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--budget",
         type=float,
         default=120,
-        help="seconds of tests for a mutant in its mirror, and again in others (default: %(default)s)",
+        help="seconds of tests for a mutant in its mirror, and again in the other test files (default: %(default)s)",
     )
     parser.add_argument("--repository", type=Path, default=Path.cwd(), help="its root (default: this folder)")
     parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")

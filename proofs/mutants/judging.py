@@ -13,6 +13,7 @@ The script imports nothing of the project itself: a mutant may be in it.
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -33,10 +34,10 @@ from typing import Any
 import pytest
 
 _SECONDS_TO_START = 120.0
-"""How long a fork may take before its first test begins: it may import everything."""
+"""The most seconds that a fork has until its first test begins. It may have to import everything."""
 
 _SPARE_BYTES = 8 << 30
-"""What a mutant may allocate beyond what its process had."""
+"""The memory that a mutant may take in addition to that of the process that it was forked from."""
 
 
 class Lines:
@@ -63,13 +64,13 @@ class Lines:
             self._files[name] = self._names.get(os.path.realpath(name))
         return self._files[name]
 
-    def _call(self, frame: types.FrameType, event: str, argument: Any) -> Any:  # noqa: ARG002 - what Python calls
+    def _call(self, frame: types.FrameType, _event: str, _argument: Any) -> Any:
         file = self.file_of(frame.f_code.co_filename)
         if file is None:
             return None
         self.reached.add((file, frame.f_lineno))
 
-        def line(frame: types.FrameType, event: str, argument: Any) -> Any:
+        def line(frame: types.FrameType, _event: str, _argument: Any) -> Any:
             self.reached.add((file, frame.f_lineno))
             return line
 
@@ -99,19 +100,19 @@ def _place_of(code: types.CodeType) -> tuple[str, int, bytes]:
 
 def functions_in(files: Iterable[Path]) -> dict[Path, list[types.FunctionType]]:
     """The functions that exist of each of these files, by its resolved path."""
-    found: dict[Path, list[types.FunctionType]] = {path.resolve(): [] for path in files}
+    functions_of: dict[Path, list[types.FunctionType]] = {path.resolve(): [] for path in files}
     by_name: dict[str, list[types.FunctionType] | None] = {}
     gc.unfreeze()  # what is frozen is not listed
     for thing in gc.get_objects():
         if type(thing) is types.FunctionType:
             name = thing.__code__.co_filename
             if name not in by_name:
-                by_name[name] = found.get(Path(name).resolve())
+                by_name[name] = functions_of.get(Path(name).resolve())
             functions = by_name[name]
             if functions is not None:
                 functions.append(thing)
     gc.freeze()  # a fork that collects garbage would write to all of it, and so copy it
-    return found
+    return functions_of
 
 
 def put_in_place(functions: Iterable[types.FunctionType], path: Path, before: str, after: str) -> bool:
@@ -285,10 +286,8 @@ class Judge:
         started = time.monotonic()
         items = list(self.items.values())
         while items:
-            words, _ = in_fork(
-                lambda pipe, rest=tuple(items): run_items(rest, pipe, until_failure=False, lines=self.lines),  # type: ignore[misc]
-                lambda _: self.job["seconds"],
-            )
+            work = functools.partial(run_items, items, until_failure=False, lines=self.lines)
+            words, _ = in_fork(work, lambda _: self.job["seconds"])
             for word, *rest in words:
                 if word == "ends":
                     name, outcome, seconds, starts_processes, reached = rest
@@ -456,12 +455,17 @@ def run_fresh(names: Sequence[str], limit_of: Callable[[str], float]) -> tuple[l
     return in_fork(work, limit_of) if names else ([["done"]], False)
 
 
-def serve_fresh(requests: int, answers: int, limits: Mapping[str, float]) -> None:
+def _limit_in(seconds: Mapping[str, float], name: str) -> float:
+    """How long a test may take, of those that are named."""
+    return seconds.get(name, 60.0)
+
+
+def serve_fresh(requests: int, answers: int) -> None:
     """Answer requests for fresh runs, until the pipe is closed."""
     with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
         for line in lines:
             names, seconds = json.loads(line)
-            out.write(json.dumps(run_fresh(names, lambda name: seconds.get(name, 60.0))) + "\n")  # noqa: B023
+            out.write(json.dumps(run_fresh(names, functools.partial(_limit_in, seconds))) + "\n")
             out.flush()
 
 
@@ -478,7 +482,7 @@ def main(path: str) -> int:
     if child == 0:
         os.close(here_reads)
         os.close(here_writes)
-        serve_fresh(fresh_reads, fresh_writes, {})
+        serve_fresh(fresh_reads, fresh_writes)
         os._exit(0)
     os.close(fresh_reads)
     os.close(fresh_writes)

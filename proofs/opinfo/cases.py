@@ -202,18 +202,24 @@ def _vmap(
     return Case(name, "vmap", dtype, index, mapped, tensors, others)
 
 
+def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequence[int]) -> Any:
+    """A function's results and their derivative in one direction of the arguments at these indices."""
+
+    def of_marked(*values: Tensor) -> Any:
+        inputs = list(tensors)
+        for i, value in zip(marked, values, strict=True):
+            inputs[i] = value
+        return function(*inputs)
+
+    primals = tuple(tensors[i] for i in marked)
+    return torch.func.jvp(of_marked, primals, tuple(map(_direction, primals)))
+
+
 def _jvp(name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None) -> Case:
     call, marked = sample.bind(operator), sample.differentiable
 
     def derivative(*tensors: Tensor) -> Any:
-        def of_marked(*values: Tensor) -> Any:
-            inputs = list(tensors)
-            for i, value in zip(marked, values, strict=True):
-                inputs[i] = value
-            return call(*inputs)
-
-        primals = tuple(tensors[i] for i in marked)
-        return torch.func.jvp(of_marked, primals, tuple(map(_direction, primals)))
+        return jvp_by(call, tensors, marked)
 
     return Case(name, "jvp", dtype, index, derivative, sample.tensors, other.tensors if other else None)
 

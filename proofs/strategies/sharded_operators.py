@@ -1,7 +1,6 @@
 """Operators of torch's database on the ranks of a mesh, under each transform, and the same by brute force: each rank's
 parts are sliced, and the operator is called on them without `shard`."""
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, func
 
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, Placement, Replicate, Shard
-from weft.proofs.opinfo.cases import NoSamplesError, copies, samples_of
+from weft.proofs.opinfo.cases import NoSamplesError, copies, jvp_by, samples_of
 from weft.torchapi.operator_database import operator_database
 from weft.torchapi.private import pytree
 from weft.transforms.graphs.graphify import graphify
@@ -34,17 +33,6 @@ def _grad(f: Ranks, tensors: Sequence[Tensor], marked: tuple[int, ...]) -> Any:
     return func.grad(lambda *xs: _sum(f(*xs)), argnums=marked)(*tensors)
 
 
-def _jvp(f: Ranks, tensors: Sequence[Tensor], marked: tuple[int, ...]) -> Any:
-    def of_marked(*values: Tensor) -> Any:
-        given = list(tensors)
-        for index, value in zip(marked, values, strict=True):
-            given[index] = value
-        return f(*given)
-
-    primals = tuple(tensors[index] for index in marked)
-    return func.jvp(of_marked, primals, tuple(map(torch.ones_like, primals)))
-
-
 def _vmap(f: Ranks, tensors: Sequence[Tensor], marked: tuple[int, ...]) -> Any:
     return torch.vmap(f)(*(torch.stack([x, x]) for x in tensors))
 
@@ -54,7 +42,7 @@ TRANSFORMS: dict[str, Callable[[Ranks, Sequence[Tensor], tuple[int, ...]], Any]]
     "graphify": lambda f, tensors, marked: graphify(f)(*tensors),
     "vmap": _vmap,
     "grad": _grad,
-    "jvp": _jvp,
+    "jvp": jvp_by,
 }
 """What is applied to a function of several tensors, of which some are differentiated."""
 
@@ -97,8 +85,8 @@ class ShardedOperator:
             parts = [[self._part(x, p, rank) for x, p in zip(tensors, self.placements, strict=True)] for rank in (0, 1)]
             return self.fn(*parts[0]), self.fn(*parts[1])
 
-        by_call = functools.partial(TRANSFORMS["call" if self.transform == "graphify" else self.transform])
-        return by_call(on_ranks, copies(self.tensors), self.marked)
+        transform = "call" if self.transform == "graphify" else self.transform
+        return TRANSFORMS[transform](on_ranks, copies(self.tensors), self.marked)
 
     @staticmethod
     def _part(tensor: Tensor, placement: Placement, rank: int) -> Tensor:

@@ -15,6 +15,7 @@ pause of the machine.
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -96,7 +97,7 @@ Request = Callable[[str], list[str]]
 
 def completions(bodies: Sequence[dict[str, Any]]) -> list[Request]:
     """Requests with these bodies."""
-    return [lambda url, body=body: completed(url, body) for body in bodies]  # type: ignore[misc]
+    return [functools.partial(completed, body=body) for body in bodies]
 
 
 _BODY = _HEAD + b"content-length: 4000000\r\n\r\n" + b" " * 3_900_000

@@ -100,6 +100,24 @@ def ask(server: Served, body: Any = BODY, path: str = "/v1/completions", **optio
     return httpx.post(f"{server.url}{path}", content=content, **{"timeout": 60, **options})
 
 
+@contextmanager
+def standing_still(server: Served) -> Iterator[threading.Event]:
+    """A context in which the engine's next step waits for the event, which is set at the end at the latest."""
+    engine = server.host.engine
+    goes_on = threading.Event()
+    step = engine.step
+
+    def wait_and_step() -> Any:
+        goes_on.wait(60)
+        return step()
+
+    engine.step = wait_and_step
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
+
+
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not holds():

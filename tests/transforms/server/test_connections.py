@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from serving import BODY, Served, ask, served, until
+from serving import BODY, Served, ask, served, standing_still, until
 from starlette.requests import ClientDisconnect
 
 from weft.proofs.http.process import read_answers, request_bytes
@@ -287,10 +287,7 @@ def test_an_end_of_an_answer_that_nobody_reads_has_a_clock(
 def test_a_signal_ends_a_server_whose_engine_stands_still(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """No completion under way will end. A second signal is not needed."""
     monkeypatch.setattr(listening, "GIVE_UP_SECONDS", 0.3)
-    goes_on = threading.Event()
-    with served(model) as inner:
-        step = inner.host.engine.step
-        monkeypatch.setattr(inner.host.engine, "step", lambda: (goes_on.wait(60), step())[1])
+    with served(model) as inner, standing_still(inner) as goes_on:
         listener = Listener(inner.server.app(), inner.host, "demo")
         bound = socket.socket()
         bound.bind(("127.0.0.1", 0))

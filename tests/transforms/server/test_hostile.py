@@ -15,7 +15,7 @@ from unittest import mock
 import attrs
 import pytest
 from hypothesis import given, settings, strategies as st
-from serving import BODY, Served, ask, served, until
+from serving import BODY, Served, ask, served, standing_still, until
 
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
@@ -326,7 +326,10 @@ def test_a_chat_waits_for_loops_no_longer_than_their_patience(model: Model) -> N
         loop = functools.partial(ask, server, chat("loop"), "/v1/chat/completions")
         with mock.patch.object(renderer, "_seconds", 12.0), attacked(loop, templates.MOST_AT_ONCE) as refused:
             until(lambda: len(renderer._busy) == templates.MOST_AT_ONCE)
+            start = min(rendering.since for rendering in renderer._busy)
             assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
+            # A process ends by itself after this time.
+            assert time.monotonic() - start < templates.TEMPLATE_SECONDS, "it waited for the end of a loop"
             num_left = len(renderer._busy)
             for rendering in [*renderer._busy]:
                 server.host._loop.call_soon_threadsafe(renderer._end, rendering)
@@ -391,10 +394,7 @@ def test_bodies_together_stay_within_their_limit(chunks: list[tuple[int, int]]) 
 
 def test_health_is_not_200_while_the_engine_stands_still(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "STILL_SECONDS", 0.3)
-    goes_on = threading.Event()
-    with served(model) as server:
-        step = server.host.engine.step
-        monkeypatch.setattr(server.host.engine, "step", lambda: (goes_on.wait(30), step())[1])
+    with served(model) as server, standing_still(server) as goes_on:
         with attacked(lambda: ask(server, {**BODY, "max_tokens": 2}), 1) as found:
             until(lambda: server.host.num_open == 1)
             health = httpx.get(f"{server.url}/health", timeout=20)
@@ -405,11 +405,8 @@ def test_health_is_not_200_while_the_engine_stands_still(model: Model, monkeypat
         assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
 
 
-def test_an_engine_that_stands_still_is_given_up(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
-    with served(model) as server:
-        step = server.host.engine.step
-        monkeypatch.setattr(server.host.engine, "step", lambda: (goes_on.wait(30), step())[1])
+def test_an_engine_that_stands_still_is_given_up(model: Model) -> None:
+    with served(model) as server, standing_still(server):
         with attacked(lambda: ask(server), 1) as found:
             until(lambda: server.host.num_open == 1)
             loop = server.host._loop
@@ -417,7 +414,6 @@ def test_an_engine_that_stands_still_is_given_up(model: Model, monkeypatch: pyte
             loop.call_soon_threadsafe(server.host.give_up)
         assert found[0].status_code == 500
         assert f"stood still for {host.GIVE_UP_SECONDS:g} s" in found[0].text
-        goes_on.set()
 
 
 # Planted bugs ---------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Audit(OperatorWatch):
         on_device: the GPU that replays the function, or None on the CPU. On a GPU no tensor on the CPU may be read.
 
     Attributes:
-        known: what earlier captures read from outside, to which the recorded run adds.
+        read_earlier: what earlier captures read from outside, to which the recorded run adds.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Audit(OperatorWatch):
         self._arguments = arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
-        self.known: External = External()
+        self.read_earlier: External = External()
         self._rehearsed: dict[int, Tensor] | None = None
         self._is_recorded = False
         self._has_unknown = False
@@ -176,7 +176,7 @@ class Audit(OperatorWatch):
         if error is None and self._is_recorded:
             if self._has_unknown:
                 raise UnknownTensors
-            self.known.update(self.external)
+            self.read_earlier.update(self.external)
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
         """The error for something that a replay cannot repeat; it ends the run, whatever the function makes of it."""
@@ -248,7 +248,7 @@ class Audit(OperatorWatch):
             fault += "another thread did, whose work the capture of this one does not see"
             instead = "compute it in this thread; or graphify the function that the thread runs"
             raise self.refuse(fault, instead)
-        earlier = self.known.get(storage)
+        earlier = self.read_earlier.get(storage)
         if earlier is None or storage_id(earlier) != storage:
             self._has_unknown = True
 
@@ -436,8 +436,8 @@ class Audit(OperatorWatch):
     def _alive_results(self) -> list[Tensor]:
         """The tensors that operators made in the run and that are alive, but for those in memory that it may write."""
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
-        made = self.own - self.writable
-        return [tensor for tensor in results if not tensor.requires_grad and storage_id(tensor) in made]
+        storages = self.own - self.writable
+        return [tensor for tensor in results if not tensor.requires_grad and storage_id(tensor) in storages]
 
     def _leaked(self, returned: Sequence[Tensor], overwritten: Set[int]) -> list[Tensor]:
         allowed = {storage_id(t) for t in returned} | self.writable

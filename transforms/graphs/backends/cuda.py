@@ -149,7 +149,7 @@ class CudaBackend:
             current.wait_stream(self.stream)
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
-        audit.known = self._external
+        audit.read_earlier = self._external
         with self.allocating():
             return self._capture(fn, audit, split_at)
 

@@ -239,7 +239,7 @@ class TapeBackend:
         return nullcontext()
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
-        audit.known = self._external
+        audit.read_earlier = self._external
         with torch.no_grad():
             if not self._warm:
                 self._warm.append(True)
