@@ -1,6 +1,5 @@
 """`capture` records a function for one key on its own input buffers, and restores the caller's state afterwards."""
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -24,6 +23,7 @@ from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
 from weft.transforms.graphs.calls.key import OF_OTHERS
 from weft.transforms.graphs.calls.results import Outputs, make_outputs, refuse_opaque, refuse_requiring_grad
+from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside, PythonState
 from weft.trees import (
@@ -34,9 +34,6 @@ from weft.trees import (
     tree_leaves,
     tree_unflatten,
 )
-
-ONE_AT_A_TIME = threading.RLock()
-"""Held during a capture, because captures in all threads set the state of the same random generators."""
 
 SAVED_BYTES = 2**26
 """The size up to which a donated tensor is saved while a capture runs on padding."""

@@ -23,11 +23,12 @@ from weft.transforms.graphs.backends.operators import tensors_in
 from weft.transforms.graphs.cache import Cache
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call
-from weft.transforms.graphs.capture import ONE_AT_A_TIME, Graph, audit_of, prepare
+from weft.transforms.graphs.capture import Graph, audit_of, prepare
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.explain import Miss
 from weft.transforms.graphs.listing import Listing, Writer, writer_of
 from weft.transforms.graphs.memory import MemoryAnalysis, analysis_of
+from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.trees import TreeSpec, leaves_with_names, tree_structure, tree_unflatten
 

@@ -14,6 +14,7 @@ import weft
 from weft import graphify
 from weft.errors import CaptureError
 from weft.transforms.graphs import capture, lower
+from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 
 
 class Scaled:
@@ -121,7 +122,7 @@ def test_a_capture_saves_generators_when_no_other_capture_has_set_them(monkeypat
     alone: list[bool] = []
 
     def noted(*args: Any) -> Any:
-        free = threading.Thread(target=lambda: alone.append(not capture.ONE_AT_A_TIME.acquire(blocking=False)))
+        free = threading.Thread(target=lambda: alone.append(ONE_AT_A_TIME.is_held_by_another_thread()))
         free.start()
         free.join()
         return audit_of(*args)

@@ -1,6 +1,7 @@
 """What another thread computes inside a capture: no replay repeats it, so it is refused by name."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
+from weft.transforms.graphs import one_at_a_time
 from weft.transforms.graphs.graphify import graphify
 
 Through = Callable[[Callable[[], Tensor]], Tensor]
@@ -105,3 +107,42 @@ def test_constants_of_the_source_are_no_work_of_a_thread(name: str) -> None:
     g = graphify(CONSTANTS[name])
     for x in (torch.ones(2), torch.tensor([3.0, 4.0])):
         assert torch.equal(g(x), CONSTANTS[name](x))
+
+
+@pytest.mark.parametrize("capture", ["__call__", "lower"])
+def test_a_capture_that_waits_for_a_thread_that_captures_is_refused(
+    through: Through, capture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_at_a_time, "STANDSTILL", 0.2)
+    inner = graphify(lambda x: x * 2)
+    refused: list[str] = []
+
+    def in_a_thread(x: Tensor) -> Tensor:
+        with pytest.raises(CaptureError) as caught:
+            getattr(inner, capture)(x)
+        refused.append(str(caught.value))
+        return x
+
+    graphify(lambda x: through(lambda: in_a_thread(x)) + 1)(torch.ones(2))
+    assert "has waited for a thread for 0.2 s; if it waits for this one, neither would ever end" in refused[0]
+    assert "instead: call one graphified function inside another in the same thread" in refused[0]
+    assert not one_at_a_time.ONE_AT_A_TIME.is_held_by_another_thread()
+    assert inner(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_capture_waits_for_another_thread_s_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_at_a_time, "STANDSTILL", 0.2)
+    begun = threading.Event()
+
+    def slow(x: Tensor) -> Tensor:
+        begun.set()
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        return x * 2
+
+    busy = threading.Thread(target=graphify(slow), args=(torch.ones(2),))
+    busy.start()
+    begun.wait()
+    assert graphify(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
+    busy.join()

@@ -1,0 +1,68 @@
+"""`ONE_AT_A_TIME`: the lock of captures, whose waiting ends where the capture waits for the waiting thread."""
+
+import sys
+import threading
+import time
+
+from weft.errors import CaptureError
+
+STANDSTILL = 20.0
+"""Seconds after which a capture that waits for another thread no longer keeps a third one waiting."""
+
+_LOOK = 0.5
+"""Seconds between two looks at the thread that captures; at most `STANDSTILL / 2`."""
+
+
+class CaptureLock:
+    """A reentrant lock. It is not granted, but refused, once its holder has stood still in `threading` (in a `join`,
+    or in a wait for a future or a queue) for `STANDSTILL` seconds: what the holder waits for may be the caller."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder: threading.Thread | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._wait()
+        self._holder = threading.current_thread()
+        self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._holder = None
+        self._lock.release()
+
+    def is_held_by_another_thread(self) -> bool:
+        """Whether a capture runs in another thread."""
+        if not self._lock.acquire(blocking=False):
+            return True
+        self._lock.release()
+        return False
+
+    def _wait(self) -> None:
+        standing_since = None
+        while not self._lock.acquire(timeout=min(_LOOK, STANDSTILL / 2)):
+            holder = self._holder
+            if holder is None or not _waits_for_a_thread(holder):
+                standing_since = None
+            elif standing_since is None:
+                standing_since = time.monotonic()
+            elif time.monotonic() - standing_since > STANDSTILL:
+                raise CaptureError(
+                    f"a capture in thread {threading.current_thread().name!r}",
+                    f"another capture, in thread {holder.name!r}, has waited for a thread for {STANDSTILL:g} s; "
+                    "if it waits for this one, neither would ever end",
+                    "call one graphified function inside another in the same thread, or do not join the thread there",
+                )
+
+
+def _waits_for_a_thread(thread: threading.Thread) -> bool:
+    """Whether the innermost Python frame of a thread is one of `threading`."""
+    frame = None if thread.ident is None else sys._current_frames().get(thread.ident)
+    return frame is not None and frame.f_code.co_filename == threading.__file__
+
+
+ONE_AT_A_TIME = CaptureLock()
+"""Held during a capture, because captures in all threads set the state of the same random generators."""
