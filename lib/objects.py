@@ -88,8 +88,8 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
     elif isinstance(owner, tuple):
         found = [(Step("element", index), value) for index, value in enumerate(owner)]
     if _is_plain_object(_kind(owner)):
-        attributes = [(Step("attribute", name), value) for name, value in _attributes(owner)]
-        found = [*(found or ()), *attributes, *_of_class(_kind(owner))]
+        steps = ((Step("attribute", name), value) for name, value in attributes(owner))
+        found = [*(found or ()), *steps, *_of_class(_kind(owner))]
     return found
 
 
@@ -145,7 +145,8 @@ def _is_slot(value: Any) -> bool:
     return isinstance(value, types.MemberDescriptorType) and value.__name__ not in ("__dict__", "__weakref__")
 
 
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values of an object's attributes, in its `__dict__` and its slots."""
     yield from getattr(owner, "__dict__", {}).items()
     for name in _slots(_kind(owner)):
         try:

@@ -3,8 +3,9 @@
 A graph reads a closed-over tensor at the address that it had at the capture, and knows nothing of names. So each call
 compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the objects that the function's globals and
 nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
-function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. On the CPU
-it also compares the code and the defaults of functions. What an object holds inside (an attribute, an entry of a dict)
+function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. Functions
+in lists, in dicts and among the attributes of objects are read for their names too. On the CPU it also compares the
+code and the defaults of functions. What an object holds inside (an attribute, an entry of a dict)
 is not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are
 refused at the capture (`PythonState`).
 """
@@ -13,7 +14,8 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from operator import attrgetter, is_
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import CaptureError
-from weft.objects import Snapshot, is_plain_object
+from weft.objects import Snapshot, attributes, is_plain_object, members
 from weft.torchapi.private import innermost_storage_id, storage_id
 from weft.value_keys import value_key
 
@@ -31,6 +33,9 @@ _cell_contents = attrgetter("cell_contents")
 _OF_FUNCTIONS = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Classes whose equal values are no change."""
+
+
+_CONTAINERS = (tuple, list, dict, deque)
 
 
 class Outside:
@@ -178,8 +183,10 @@ class _Names:
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
             self._modules[label or type(value).__name__] = value
+            self._seen.update(map(id, value.modules()))
             for part in value.modules():
                 self.read(inspect.getattr_static(type(part), "forward", None), label)
+                self._read_parts(_labelled(part, label))
         elif isinstance(value, functools.partial):
             self.read(value.func, label)
         elif isinstance(value, types.MethodType):
@@ -193,6 +200,16 @@ class _Names:
         elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
             self._note_object(label or type(value).__name__, value)
             self.read(call, label)
+            self._read_parts(_labelled(value, label))
+        elif isinstance(value, _CONTAINERS) or is_plain_object(value):
+            self._read_parts((step.after(label), part) for step, part in members(value) or ())
+
+    def _read_parts(self, parts: Iterable[tuple[str, Any]]) -> None:
+        """Read the functions among the attributes of an object, or the elements of a container."""
+        for label, part in parts:
+            is_function = callable(part) and not isinstance(part, type | types.BuiltinFunctionType | Tensor)
+            if is_function or isinstance(part, _CONTAINERS):
+                self.read(part, label)
 
     def _read_function(self, function: types.FunctionType) -> None:
         own = _is_foreign(function)
@@ -241,6 +258,12 @@ class _Names:
         self.mappings.append(mapping)
         self.keys.append(key)
         self.values.append(mapping.get(key))
+
+
+def _labelled(owner: Any, label: str) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, with their paths."""
+    for name, value in attributes(owner):
+        yield f"{label}.{name}" if label else name, value
 
 
 def _is_foreign(function: types.FunctionType) -> bool:

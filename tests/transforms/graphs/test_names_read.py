@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.pipeline import compose, pipeline
 
 X = torch.linspace(-1.0, 1.0, 4)
 act, bias, gain, scale, counted = torch.relu, None, 2.0, 0.1, 0
@@ -60,7 +61,41 @@ class Called:
         return x * gain
 
 
+class Holder:
+    """An object that holds a function, which its users call."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+
+class Activated(nn.Module):
+    """A module with a function among its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = amplified
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def amplified(x: Tensor) -> Tensor:
+    return x * gain
+
+
+def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
+    return state, amplified(batch if x is None else x)
+
+
+def first_of(step: Callable[..., tuple[Any, Tensor]]) -> Callable[[Tensor], Tensor]:
+    """A step of two stages without parameters and state, as a function of the batch."""
+    return lambda x: step((None, None), (None, None), x)[1]
+
+
 TOP, CALLED = Top(), Called()
+LISTED, NAMED = [torch.tanh, amplified], {"amplify": (amplified, "a text")}
+HOLDER, ACTIVATED = Holder(amplified), Activated()
+COMPOSED, PIPELINED = first_of(compose([stage, stage])), first_of(pipeline([stage, stage]))
 INNER = graphify(lambda x: x * gain)
 CHANGED: dict[str, tuple[Callable[..., Tensor], str, Any]] = {
     "a function of torch": (lambda x: act(x), "act", torch.tanh),
@@ -71,6 +106,12 @@ CHANGED: dict[str, tuple[Callable[..., Tensor], str, Any]] = {
     "a name read by a submodule": (lambda x: TOP(x), "gain", 5.0),
     "a name read by an object that is called": (lambda x: CALLED(x), "gain", 5.0),
     "a name read by a graphified function": (lambda x: INNER(x), "gain", 5.0),
+    "a name read by a function in a list": (lambda x: LISTED[1](x), "gain", 5.0),
+    "a name read by a function in a dict of tuples": (lambda x: NAMED["amplify"][0](x), "gain", 5.0),
+    "a name read by a function that an object holds": (lambda x: HOLDER.function(x), "gain", 5.0),
+    "a name read by a function that a module holds": (lambda x: ACTIVATED(x), "gain", 5.0),
+    "a name read by a stage of compose": (COMPOSED, "gain", 5.0),
+    "a name read by a stage of a pipeline": (PIPELINED, "gain", 5.0),
     "a number": (lambda x: x * scale, "scale", 0.2),
 }
 math: Any = types.SimpleNamespace(floor=torch.floor)
