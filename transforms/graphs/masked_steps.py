@@ -81,7 +81,7 @@ class DerivativesWhere(FunctionMode):
         if name == "__get__":  # of an attribute, such as `x.T`
             result = func(*args)
             return result if self._is_inside(args[0]) else tree_map(self._limit, result)
-        if not (_writes(name) or "out" in kwargs):
+        if not (_writes(name) or "out" in kwargs or name in _OF_MEMORY):
             args, kwargs = tree_map(self._limit, (args, kwargs))
         result = func(*args, **kwargs)
         tree_map(self._note, result)
@@ -105,6 +105,10 @@ class DerivativesWhere(FunctionMode):
             self._note(limited)
             self._limited[id(x)] = x, limited
         return self._limited[id(x)][1]
+
+
+_OF_MEMORY = frozenset({"untyped_storage", "storage", "data_ptr"})
+"""Functions of torch about a tensor's memory, which no derivative passes."""
 
 
 def _writes(name: str) -> bool:

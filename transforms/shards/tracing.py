@@ -152,6 +152,7 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
         seen = f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
         raise DerivativeError(recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()")
     graph = recorder.graph
+    _erase_shapes_alone(graph)
     if (node := next(filter(_draws, graph.nodes), None)) is not None:
         seen = f"{node.target}, whose random numbers would be others on each number of ranks"
         raise CaptureError(recorder.call, seen, "an argument that is drawn outside, placed as what it meets")
@@ -357,6 +358,14 @@ def _is_part_of_a_trace(func: Any, result: Any) -> bool:
     return makes or schema is None or schema.is_mutable or not schema.returns
 
 
+def _erase_shapes_alone(graph: Graph) -> None:
+    """Erase operators on the device `meta` whose results nothing uses: torch asks them for the shapes of tangents."""
+    for node in reversed(graph.nodes):
+        value = node.meta.get("val")
+        if not node.users and isinstance(value, Tensor) and value.device.type == "meta":
+            graph.erase_node(node)
+
+
 def _draws(node: Node) -> bool:
     """Whether a call of an operator draws random numbers."""
     schema = schema_of(node.target)
@@ -386,6 +395,8 @@ _OF_ONE_LEVEL: dict[Any, Callable[..., Any]] = {
     _CLASS.data.__get__: _data_of,
     Tensor.detach_: torch.ops.aten.detach_.default,
     torch.detach_: torch.ops.aten.detach_.default,
+    torch.ops.aten.detach_: torch.ops.aten.detach_.default,
+    torch.ops.aten.detach_.default: torch.ops.aten.detach_.default,  # of the trace of a shard inside
 }
 """What reaches no operator, and so is recorded here. Under nested transforms of torch.func each of
 these drops the derivatives of the innermost one, where `detach` drops all. So a run calls it in its

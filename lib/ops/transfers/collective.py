@@ -5,6 +5,7 @@ The operator `weft::collective` has the effect as a text, so that a listing says
 rank among the others, for which a number stands, because an operator takes no objects (`weft.ops.transfers.transfer`).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -258,10 +259,14 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
     """Call the operator. In a trace that will be differentiated, the result stands for a value that autograd
     follows."""
     is_transformed = in_functorch_transform()
+    grad_mode: Any = contextlib.nullcontext()
+    if place.differentiated and x.is_floating_point() and not (x.requires_grad or is_transformed):
+        x = x.detach().requires_grad_()  # the result is no leaf, which no operator could write
+        grad_mode = torch.enable_grad()
     call: Any = _Traced.apply if place.number < 0 and (x.requires_grad or is_transformed) else _COLLECTIVE
-    out: Tensor = call(x, place.number, str(effect))
-    is_new = place.differentiated and out.is_floating_point() and not (out.requires_grad or is_transformed)
-    return out.requires_grad_() if is_new else out
+    with grad_mode:
+        out: Tensor = call(x, place.number, str(effect))
+    return out
 
 
 @functools.lru_cache(1024)

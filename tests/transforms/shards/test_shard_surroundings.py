@@ -163,6 +163,8 @@ DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_detached_value_has_no_gradient_and_all_others_have(name: str) -> None:
     f = DETACHED[name]
     assert gradient(by_rows(f)) == pytest.approx(gradient(f))
+    inner = weft.shard(f, weft.Mesh(inner=2), ROWS, ROWS)
+    assert gradient(by_rows(inner)) == pytest.approx(gradient(f))
 
 
 OF_ONE_LEVEL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -187,6 +189,38 @@ def test_a_detached_value_has_the_derivatives_that_torch_gives_it(name: str) -> 
         return [first(X), func.grad(lambda x: first(x).sum())(X)]
 
     torch.testing.assert_close(derivatives(by_rows(f)), derivatives(f))
+
+
+AROUND: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
+    "vjp": lambda step: func.vjp(step, X)[1](torch.ones_like(X))[0],
+    "jvp": lambda step: func.jvp(step, (X,), (torch.ones_like(X),))[1],
+    "vmap": lambda step: func.vmap(step)(torch.stack([X, X + 1])),
+    "jvp in a graph": lambda step: weft.graphify(lambda x: func.jvp(step, (x,), (torch.ones_like(x),))[1])(X),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_tangent_of_a_product_with_a_constant_is_traced_without_its_shapes(around: str) -> None:
+    """For the zero tangent of the constant, torch asks for shapes by operators on `meta`."""
+    weight = torch.arange(1.0, 3.0)
+
+    def tangent(x: Tensor) -> Tensor:
+        pairs = x.view(-1, 2)
+        slope: Tensor = func.jvp(lambda y: y * weight * y, (pairs,), (torch.ones_like(pairs),))[1]
+        return slope.flatten()
+
+    torch.testing.assert_close(AROUND[around](by_rows(tangent)), AROUND[around](tangent))
+
+
+def test_what_a_collective_makes_may_be_written_where_only_a_constant_has_a_gradient() -> None:
+    weight = torch.tensor([2.0, 3.0, 4.0, 5.0], requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return weft.all_gather(x, "tensor").add_(1) * weight
+
+    weft.shard(step, TWO, ROWS, WHOLE)(X).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 2, 3, 4]
 
 
 def test_a_detached_argument_is_not_the_argument() -> None:
