@@ -261,7 +261,8 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
     is_transformed = in_functorch_transform()
     grad_mode: Any = contextlib.nullcontext()
     if place.differentiated and x.is_floating_point() and not (x.requires_grad or is_transformed):
-        x = x.detach().requires_grad_()  # the result is no leaf, which no operator could write
+        plain = x.clone() if x.is_inference() else x.detach()
+        x = plain.requires_grad_()  # so the result is no leaf, which no operator could write
         grad_mode = torch.enable_grad()
     call: Any = _Traced.apply if place.number < 0 and (x.requires_grad or is_transformed) else _COLLECTIVE
     with grad_mode:

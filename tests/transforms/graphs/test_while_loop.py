@@ -461,6 +461,26 @@ def test_a_loop_on_ranks(first: str) -> None:
         assert call(x).tolist() == [8.0, 16.0, 24.0, 32.0, 10.0, 12.0, 14.0, 16.0]
 
 
+def test_derivatives_of_loops_in_loops_by_what_they_close_over() -> None:
+    weight = torch.tensor([1.5, 2.0], requires_grad=True)
+
+    def repeated(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        start = torch.zeros((), dtype=torch.int64)
+        return lambda x: while_loop(lambda c: c[1] < 3, lambda c: (f(c[0]), c[1] + 1), (x, start), max_steps=5)[0]
+
+    loops = repeated(repeated(lambda x: x * weight))
+
+    def derivative(x: Tensor) -> Tensor:
+        slope: Tensor = torch.func.vjp(loops, x)[1](torch.ones_like(x))[0]
+        return slope
+
+    x = torch.ones(2)
+    graph = graphify(derivative)
+    graph.lower(x).as_text()
+    torch.testing.assert_close(graph(x), weight.detach() ** 9)
+    torch.testing.assert_close(derivative(x), weight.detach() ** 9)
+
+
 def test_checkpoint_of_a_loop() -> None:
     x = torch.tensor(3.0, requires_grad=True)
     kept = torch.utils.checkpoint.checkpoint(
