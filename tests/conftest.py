@@ -11,6 +11,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the markers."""
-    config.addinivalue_line("markers", "one_of(n): a short run takes every n-th of the test's parameters")
+    text = "one_of(n, m=1): a short run takes every n-th of the test's parameters, --all every m-th, --nightly all"
+    config.addinivalue_line("markers", text)
     config.addinivalue_line("markers", "slow: runs with --all and --nightly only")
     config.addinivalue_line("markers", "nightly: runs with --nightly only")
 
@@ -63,10 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items
         if (item.get_closest_marker("slow") and not everything) or (item.get_closest_marker("nightly") and not nightly)
     ]
-    beyond = set(_beyond_every_nth(items))
+    beyond = set(_beyond_every_nth(items, "short"))
     if not everything:
         left_out += beyond
-    elif config.getoption("rest"):
+    elif not nightly:
+        left_out += _beyond_every_nth(items, "all")
+    if everything and config.getoption("rest"):
         left_out += [item for item in items if item not in beyond and _is_alike_in_a_short_run(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -77,15 +81,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _draw_few(item)
 
 
-def _beyond_every_nth(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """The items that a short run leaves out because of `one_of`."""
-    seen: Counter[str] = Counter()
+def _beyond_every_nth(items: list[pytest.Item], run: Literal["short", "all"]) -> Iterator[pytest.Item]:
+    """The items that a run leaves out because of `one_of`."""
+    counts: Counter[str] = Counter()
     for item in items:
         if (marker := item.get_closest_marker("one_of")) is not None:
             test = item.nodeid.partition("[")[0]
-            if seen[test] % marker.args[0]:
+            if counts[test] % _takes_every(*marker.args)[run]:
                 yield item
-            seen[test] += 1
+            counts[test] += 1
+
+
+def _takes_every(short: int, everything: int = 1) -> dict[str, int]:
+    """The arguments of `one_of` by run."""
+    return {"short": short, "all": everything}
 
 
 def _is_alike_in_a_short_run(item: pytest.Item) -> bool:

@@ -41,6 +41,7 @@ def test_the_kinds_are_of_all_architectures() -> None:
     assert {invariant_model(kind).config.architecture for kind in INVARIANT_MODELS} == set(ARCHITECTURES)
 
 
+@pytest.mark.slow
 def test_what_is_drawn() -> None:
     """All kinds, modes and numbers of stages, with and without threads, drafts and adapters; and images in each way.
     Most prompts are short, and some longer than a block of attention."""

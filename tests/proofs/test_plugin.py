@@ -136,6 +136,7 @@ def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) ->
 SEEN = {"ci": "100 True True True", "gpu": "50 True True True", "explore": "1000 False True False"}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("way", "name"),
     [*(("option", name) for name in SEEN), ("variable", "gpu"), ("configuration", "explore"), ("configuration", "ci")],
@@ -182,6 +183,7 @@ def test_pytest_does_not_have_torch_make_traces(pytester: pytest.Pytester, monke
     run(pytester, "--log-file=log.txt", "--log-cli-level=DEBUG").assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 def test_a_file_of_traces_is_written(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_TRACE", str(pytester.path / "traces"))
     pytester.makepyfile(TRACES)

@@ -56,6 +56,7 @@ def test_a_folder_that_cannot_be_served_is_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_older_weft_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +138,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("loses", [False, True])
 def test_vllm_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loses: bool

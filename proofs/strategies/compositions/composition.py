@@ -20,9 +20,14 @@ ROWS = 16
 """The rows of an argument: three layers may halve them, and the innermost exchange quarters."""
 MAX_DEPTH = 3
 
-_QUICK = tuple(name for name, layer in LAYERS.items() if not layer.slow)
+_WEIGHTS: dict[Kind | None, int] = {"graph": 5, "shard": 2, "loop": 2}
+"""How often a layer of a kind is drawn, for once of any other: these have state and traces of their own."""
+_QUICK = tuple(name for name, layer in LAYERS.items() if not layer.slow for _ in range(_WEIGHTS.get(layer.kind, 1)))
 _SLOW = tuple(name for name, layer in LAYERS.items() if layer.slow)
 _SELDOM = 40
+_PLAIN_CALLS = 6
+"""How often a plain call is drawn, for once of any other occasion: a replay needs a call before it."""
+_OCCASIONS = (*(["a call"] * (_PLAIN_CALLS - 1)), *OCCASIONS)
 
 
 @attrs.frozen
@@ -71,15 +76,19 @@ class Composition:
                 return True  # torch.compile may run a capture while it compiles
             if layer.kind is not None:
                 kinds.add(layer.kind)
+        if "piecewise" in self.layers and "loop" in kinds and "a custom operator" in self.body.operations:
+            return True  # that is the operator at which a graph is cut, and none can be cut inside a loop
         return any(OPERATIONS[name].refused_in & kinds for name in self.body.operations)
 
     def is_defined(self, occasion: str) -> bool:
-        """Whether torch says what a call means. A tensor that a function keeps inside a transform of torch.func
-        escapes from it, and all threads share the levels of forward-mode derivatives."""
+        """Whether anything says what a call means. A tensor that a function keeps inside a transform of torch.func
+        escapes from it; all threads share the levels of forward-mode derivatives, and what a graph lends."""
         is_transformed = any(layer.kind == "func" for layer in self.table)
         keeps = "remembers its first argument" in self.body.operations
-        in_threads = "jvp" in self.layers and occasion == "calls in threads at once"
-        return not (is_transformed and keeps) and not in_threads
+        if is_transformed and keeps:
+            return False
+        is_shared = "jvp" in self.layers or any(layer.lends for layer in self.table)
+        return not (is_shared and occasion == "calls in threads at once")
 
     def argument(self, call: int, device: str) -> Tensor:
         """The argument of a call: [ROWS, COLUMNS], new values each time."""
@@ -136,6 +145,6 @@ def compositions(
     for _ in range(depth):
         names = _SLOW if draw(st.integers(1, _SELDOM)) == _SELDOM else _QUICK
         layers.append(draw(st.sampled_from(names)))
-    occasions = draw(st.lists(st.sampled_from(list(OCCASIONS)), min_size=1, max_size=3))
+    occasions = draw(st.lists(st.sampled_from(_OCCASIONS), min_size=1, max_size=3))
     drawn = draw(bodies() if body is None else body)
     return Composition(drawn, tuple(layers), tuple(occasions), draw(st.integers(0, 99)))

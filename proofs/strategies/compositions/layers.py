@@ -57,6 +57,7 @@ class Layer:
         keeps_draws: whether random numbers are drawn in the order of the plain function.
         tolerance: of its result, where it computes in another precision.
         slow: whether it takes so long that it is drawn seldom.
+        lends: whether its result is valid only until its next call, by whichever thread.
         kind: what it is to the code inside it; None: it calls that as it is.
         refused_in: sets of kinds; where all kinds of one of them are around it, it may be refused.
     """
@@ -69,6 +70,7 @@ class Layer:
     keeps_draws: bool = False
     tolerance: float = 2e-4
     slow: bool = False
+    lends: bool = False
     kind: Kind | None = None
     refused_in: tuple[frozenset[Kind], ...] = ()
 
@@ -402,7 +404,7 @@ _HOOKS = torch.autograd.graph.saved_tensors_hooks
 LAYERS: dict[str, Layer] = {
     "graphify": Layer(_graphified(), uses=("graphify",), kind="graph", keeps_draws=True),
     "graphify, verified": Layer(_graphified(verify=1), uses=("graphify",), kind="graph", keeps_draws=True),
-    "graphify, borrowing": Layer(_borrowing, uses=("graphify",), kind="graph", keeps_draws=True),
+    "graphify, borrowing": Layer(_borrowing, uses=("graphify",), lends=True, kind="graph", keeps_draws=True),
     "graphify, donating": Layer(
         _donating, lambda f: lambda x: f(x.clone()), uses=("graphify",), kind="graph", keeps_draws=True
     ),
@@ -413,7 +415,8 @@ LAYERS: dict[str, Layer] = {
         uses=("piecewise",),
         kind="graph",
         keeps_draws=True,
-        refused_in=(frozenset({"loop", "graph"}),),  # a graph cannot be cut inside a loop
+        # A graph cannot be cut inside a loop, and custom operators have no derivative in a trace.
+        refused_in=(frozenset({"loop", "graph"}), frozenset({"shard"})),
     ),
     "shard by rows": Layer(
         _sharded(lambda f, x: f(x), Shard(0), Shard(0)), _by_halves, uses=("shard",), kind="shard", divides=True
@@ -428,6 +431,7 @@ LAYERS: dict[str, Layer] = {
     ),
     "shard, all_gather": Layer(
         _sharded(lambda f, x: _own_half(f(all_gather(x, _AXIS))), Shard(0), Shard(0)),
+        lambda f: lambda x: f(x.clone()),
         uses=("shard", "all_gather"),
         kind="shard",
     ),
@@ -461,8 +465,9 @@ LAYERS: dict[str, Layer] = {
     "pipeline, advancing": Layer(_piped(1, advances=True), _repeated(2), uses=("pipeline", "lift")),
     "pipeline of borrowing graphs": Layer(
         _piped(2, lent=True),
-        lambda f: _by_halves(_repeated(2)(f)),
+        lambda f: _by_halves(_repeated(2)(lambda x: f(x).clone())),  # what a stage lends is copied for the next
         uses=("pipeline", "graphify"),
+        lends=True,
         kind="graph",
         divides=True,
     ),
@@ -501,6 +506,7 @@ LAYERS: dict[str, Layer] = {
         _inside(lambda x: _HOOKS(lambda t: t.clone(), lambda t: t)),
         _inside(lambda x: _HOOKS(lambda t: t.clone(), lambda t: t)),
         keeps_draws=True,
+        refused_in=(frozenset({"shard"}),),  # torch runs hooks under no_grad
     ),
     "batch_invariant": Layer(_inside(lambda x: batch_invariant()), uses=("batch_invariant",), keeps_draws=True),
     "autocast": Layer(
@@ -529,8 +535,7 @@ LAYERS: dict[str, Layer] = {
     "deepcopy": Layer(lambda f: copy.deepcopy(f), keeps_draws=True),
     "a thread": Layer(
         _in_a_thread,
-        _in_a_thread,
-        keeps_draws=True,
+        _in_a_thread,  # which draws from the generator of all also where a capture draws from its own
         refused_in=(frozenset({"shard"}), frozenset({"graph"})),  # another thread's operators are in no trace
     ),
     "torch.compile": Layer(

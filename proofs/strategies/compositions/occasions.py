@@ -66,10 +66,10 @@ def _after_an_estimate(subject: Subject, x: Tensor) -> Any:
 def _backward(subject: Subject, x: Tensor) -> Any:
     leaf = x.clone().requires_grad_()
     result = subject.whole(leaf)
-    if not result.requires_grad:
-        return result, None
     weight = subject.built.world.weight
     inputs = [leaf, *([weight] if weight.requires_grad else [])]
+    if not result.requires_grad:
+        return result, tuple(map(torch.zeros_like, inputs))
     gradients = torch.autograd.grad(result.sum(), inputs, allow_unused=True, materialize_grads=True)
     return result.detach(), gradients
 
@@ -122,6 +122,24 @@ def _after_a_change(subject: Subject, x: Tensor) -> Any:
     return subject.whole(x)
 
 
+def _with_a_kept_result(subject: Subject, x: Tensor) -> Any:
+    kept = subject.whole(x.clone())
+    return kept, subject.whole(x.clone() + 1)
+
+
+def _without_gradients(subject: Subject, x: Tensor) -> Any:
+    with torch.no_grad():
+        return subject.whole(x)
+
+
+def _with_more_rows(subject: Subject, x: Tensor) -> Any:
+    return subject.whole(torch.cat([x, 1 - x]))
+
+
+def _with_another_layout(subject: Subject, x: Tensor) -> Any:
+    return subject.whole(x.t().contiguous().t())
+
+
 @attrs.frozen(eq=False)
 class Occasion:
     """How a composition is called.
@@ -148,5 +166,9 @@ OCCASIONS: dict[str, Occasion] = {
     "calls in threads at once": Occasion(_in_threads_at_once, keeps_draws=False),
     "a call after an error": Occasion(_after_an_error, keeps_draws=False),
     "a call after a change outside": Occasion(_after_a_change),
+    "two calls, whose first result is kept": Occasion(_with_a_kept_result),
+    "a call without gradients": Occasion(_without_gradients),
+    "a call with more rows": Occasion(_with_more_rows),
+    "a call with another layout": Occasion(_with_another_layout),
 }
 """How a composition is called, by name."""

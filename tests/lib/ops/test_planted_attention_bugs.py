@@ -91,6 +91,7 @@ _BUGS = (
 
 
 @pytest.mark.slow
+@pytest.mark.one_of(1, 4)
 @pytest.mark.parametrize("bug", _BUGS, ids=str)
 def test_a_planted_bug_breaks_a_case(bug: Bug, tmp_path: Path) -> None:
     module, cases = f"weft.ops.attention.{bug.module}_triton", [FIXED.index(shape) for shape in bug.cases]
@@ -98,7 +99,7 @@ def test_a_planted_bug_breaks_a_case(bug: Bug, tmp_path: Path) -> None:
     assert "caught:" in found, found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_without_a_bug_no_case_breaks(batch_invariant: bool, tmp_path: Path) -> None:
     module, cases = "weft.ops.attention.shares_triton", [FIXED.index(shape) for shape in _ALL]

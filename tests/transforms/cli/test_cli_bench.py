@@ -272,7 +272,9 @@ def _cut(score: Score) -> Score:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [_worse, _other_answer, _nan, _cut])
+@pytest.mark.parametrize(
+    "damage", [_worse, *(pytest.param(one, marks=pytest.mark.nightly) for one in (_other_answer, _nan, _cut))]
+)
 def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.MonkeyPatch, damage: Plant) -> None:
     score = bench._score
 

@@ -78,6 +78,7 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
 
 
 @pytest.mark.slow
+@pytest.mark.one_of(1, 2)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
     later = 0.7 if moment == "ranks generate" else 0.0

@@ -120,11 +120,13 @@ def tokens(model: Model, **options: Any) -> list[list[int]]:
     return [c.token_ids for c in generate(model, PROMPTS, max_tokens=12, **options)]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_recurrent_layer_is_that_of_torch(recurrent: Model, expected: list[list[int]], way: dict[str, Any]) -> None:
     assert tokens(recurrent, **way) == expected
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_chunks_preempted_and_under_prefix_hits(
@@ -160,6 +162,7 @@ def test_on_a_gpu(cells: dict[int, Recurrent], expected: list[list[int]], policy
     assert [said[index] for index in range(len(PROMPTS))] == expected
 
 
+@pytest.mark.slow
 def test_threads_and_a_draft_model(model: Model, recurrent: Model, expected: list[list[int]]) -> None:
     assert tokens(recurrent, pipeline=2, transport=Threads()) == expected
     drafting = Speculation(num_tokens=2, model=model)

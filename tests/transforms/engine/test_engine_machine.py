@@ -154,8 +154,9 @@ def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Coun
 
 
 @pytest.mark.parametrize(("graph", "stages"), WAYS)
-def test_each_completion_is_what_it_is_alone(graph: str, stages: int, runs_all: bool) -> None:
-    examples = 2 if not runs_all else 20 if graph == "none" else 5
+def test_each_completion_is_what_it_is_alone(graph: str, stages: int, runs_all: bool, runs_nightly: bool) -> None:
+    eager, graphs = (20, 5) if runs_nightly else (6, 2) if runs_all else (2, 2)
+    examples = eager if graph == "none" else graphs
     machine, reached = counting_machine(graph, stages)
     case = machine.TestCase
     case.settings = settings(max_examples=examples, stateful_step_count=8)

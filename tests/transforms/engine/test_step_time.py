@@ -173,6 +173,7 @@ def _of_work(time: StepTime, work: Any) -> float:
     return time.seconds(sum(lengths), pairs, sum(itertools.compress(work.starts, decodes)))
 
 
+@pytest.mark.slow
 def test_steps_are_measured() -> None:
     engine = Engine(load(DEMO, "cpu"), EngineLimits(max_num_reqs=2, max_step_seconds=60.0), graph="none")
     time = engine.limits.budget.step_time
@@ -182,6 +183,7 @@ def test_steps_are_measured() -> None:
     assert engine.add([1, 2], max_tokens=1) == "request 0"
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
 def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ schemas = objects(st.recursive(scalars, objects, max_leaves=4))
 
 
 @given(schemas, st.integers(0, 99), st.sampled_from([0.0, 1.0]), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_an_answer_parses_under_its_schema(
     server: Served, schema: dict[str, Any], seed: int, temperature: float, streams: bool
 ) -> None:
