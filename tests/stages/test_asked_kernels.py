@@ -72,6 +72,7 @@ print(json.dumps([sorted(map(str, own)) for own in asked]))
 """
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("preset", ["qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b-fp8", "qwen3-32b-fp8"])
 def test_two_layers_ask_for_the_kernels_of_all(preset: str) -> None:
     """A GPU's operators take tensors on the CPU, in a process of their own, and nothing is launched."""

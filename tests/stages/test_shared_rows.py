@@ -147,6 +147,7 @@ def collectives(step: Sharded, *args: Any) -> list[Collective]:
 KINDS = ("plain", "changed", "masked", "prompt logprobs")
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 3), (4, 2), (4, 5)])
 @pytest.mark.parametrize("invariant", [False, True])
@@ -171,6 +172,7 @@ def test_the_tokens_are_those_of_the_whole_logits(num_ranks: int, count: int, ki
         assert allowed.gather(1, ids[:, None]).all()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 1), (2, 8), (4, 1), (4, 7)])
 def test_the_output_is_that_of_the_whole_model(
@@ -190,7 +192,7 @@ def test_the_output_is_that_of_the_whole_model(
     tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), seen, expected)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_logits_are_gathered_unless_they_are_kept(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the listing: an exchange of logits, and one gathering of tokens, logprobs, likeliest tokens and ranks."""
     monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 8)

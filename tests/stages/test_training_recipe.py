@@ -99,6 +99,7 @@ def check_recipe(model: Model, architecture: str, is_tied: bool) -> None:
         assert found == pytest.approx(wanted, rel=1e-4), optimizer
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("is_tied", TIES, ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_page_s_recipe_trains_as_transformers_and_torch_do(

@@ -34,9 +34,9 @@ class World:
     memory: dict[str, Tensor] = attrs.field(factory=dict)
 
 
-Kind = Literal["graph", "shard", "loop", "func", "compile"]
-"""What a layer is to the code inside it: a capture, a function of one rank, a loop's body,
-a function that torch.func differentiates or maps, or compiled code."""
+Kind = Literal["graph", "shard", "loop", "func", "compile", "autocast"]
+"""What a layer is to the code inside it: a capture, a function of one rank, a loop's body, a function
+that torch.func differentiates or maps, compiled code, or code whose dtypes torch chooses."""
 
 
 @attrs.frozen(eq=False)

@@ -399,6 +399,8 @@ def _compiled(function: Function) -> Function:
     return lambda x: compiled()(x)
 
 
+_CHANGES_DTYPE: frozenset[Kind] = frozenset({"autocast"})
+"""Around a loop, whose steps may not change a dtype."""
 _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
 LAYERS: dict[str, Layer] = {
@@ -484,17 +486,22 @@ LAYERS: dict[str, Layer] = {
         _repeated(_STEPS),
         uses=("while_loop",),
         kind="loop",
-        refused_in=(frozenset({"graph", "func"}), frozenset({"shard"})),  # nothing repeats there without a bound
+        # Without a bound, nothing repeats in the first two.
+        refused_in=(frozenset({"graph", "func"}), frozenset({"shard"}), _CHANGES_DTYPE),
     ),
-    "while_loop, max_steps": Layer(_counting_loop(_STEPS + 2), _repeated(_STEPS), uses=("while_loop",), kind="loop"),
+    "while_loop, max_steps": Layer(
+        _counting_loop(_STEPS + 2), _repeated(_STEPS), uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)
+    ),
     "while_loop, reading by its counter": Layer(
         _indexing_loop,
         _indexed,
         uses=("while_loop",),
         kind="loop",
-        refused_in=(frozenset({"shard"}),),  # an index is read on the host there
+        refused_in=(frozenset({"shard"}), _CHANGES_DTYPE),  # an index is read on the host there
     ),
-    "while_loop, as long as data say": Layer(_loop_by_data, _repeated_by_data, uses=("while_loop",), kind="loop"),
+    "while_loop, as long as data say": Layer(
+        _loop_by_data, _repeated_by_data, uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)
+    ),
     "vmap": Layer(_mapped, _by_halves, _mapped, divides=True, kind="func"),
     "grad": Layer(_gradient, _gradient, kind="func"),
     "jvp": Layer(_tangent, _tangent, kind="func"),
@@ -514,7 +521,8 @@ LAYERS: dict[str, Layer] = {
         _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
         keeps_draws=True,
         tolerance=0.1,
-        refused_in=(frozenset({"loop"}),),  # a step may not change a dtype
+        kind="autocast",
+        refused_in=(frozenset({"loop"}),),
     ),
     "inference_mode": Layer(
         _inside(lambda x: torch.inference_mode()),

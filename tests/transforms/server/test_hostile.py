@@ -424,6 +424,7 @@ def _count_alone(self: UnfinishedBodies, body: Any, count: int) -> None:
     self._num_bytes += count
 
 
+@pytest.mark.slow
 def test_planted_bugs_of_the_limits_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # nobody is refused for the sum of all
         patch.setattr(
