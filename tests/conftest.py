@@ -9,6 +9,7 @@ runs it. `--rest` with either of them leaves out what a short run has in the sam
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Literal
@@ -35,7 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the markers."""
+    """Name the markers, and let Ctrl-C interrupt: a shell has jobs in the background ignore it, and some tests press
+    it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     text = "one_of(n, m=1): a short run takes every n-th of the test's parameters, --all every m-th, --nightly all"
     config.addinivalue_line("markers", text)
     config.addinivalue_line("markers", "slow: runs with --all and --nightly only")

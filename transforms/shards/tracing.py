@@ -359,7 +359,7 @@ def _is_part_of_a_trace(func: Any, result: Any) -> bool:
 
 
 def _erase_shapes_alone(graph: Graph, made: tuple[Any, ...]) -> None:
-    """Erase operators on the device `meta` whose results nothing uses, and that are not of the function's results: torch
+    """Erase operators on the device `meta` whose results nothing uses, but for those that the function returns: torch
     asks them for the shapes of tangents."""
     results = {leaf for leaf in made if isinstance(leaf, Node)}
     for node in reversed(graph.nodes):

@@ -82,8 +82,12 @@ class Composition:
 
     def is_defined(self, occasion: str) -> bool:
         """Whether anything says what a call means. A tensor that a function keeps inside a transform of torch.func
-        escapes from it; all threads share the levels of forward-mode derivatives, and what a graph lends."""
+        escapes from it; all threads share the levels of forward-mode derivatives, and what a graph lends. Of a tensor
+        that torch.func follows, torch can take no view in inference mode, and it does not compile what reads one."""
         is_transformed = any(layer.kind == "func" for layer in self.table)
+        is_followed = is_transformed or OCCASIONS[occasion].kind == "func"
+        if is_followed and not {"inference_mode", "torch.compile"}.isdisjoint(self.layers):
+            return False
         keeps = "remembers its first argument" in self.body.operations
         if is_transformed and keeps:
             return False

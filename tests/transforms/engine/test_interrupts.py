@@ -242,11 +242,7 @@ def planted() -> dict[str, tuple[Any, str, Any, Callable[[], None], type[BaseExc
     }
 
 
-SLOW = ("Ctrl-C is not held", "outputs of an interrupted step are lost")
-"""Planted bugs that many sessions do not show."""
-
-
-@pytest.mark.parametrize("bug", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in planted()])
+@pytest.mark.parametrize("bug", planted())
 def test_planted_bugs_are_found(bug: str) -> None:
     home, name, value, happens, expects = planted()[bug]
     target = f"{home}.{name}" if isinstance(home, str) else None

@@ -62,7 +62,7 @@ def test_an_answer_parses_under_its_schema(
     server: Served, schema: dict[str, Any], seed: int, temperature: float, streams: bool
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "drawn", "schema": schema}}
-    body = {"response_format": form, "max_tokens": 200, "seed": seed, "temperature": temperature, "n": 2}
+    body = {"response_format": form, "max_tokens": 80, "seed": seed, "temperature": temperature, "n": 2}
     if streams:
         sent = {"prompt": "The function", "stream": True, **body}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=60) as found:
