@@ -50,7 +50,7 @@ def _unheard() -> AbstractContextManager[Any]:
 COMPOSITIONS = (
     *(Mutant(name, _NESTS, _PLANTED[name].plant) for name in NAMES),
     Mutant("another thread's results are constants", _NESTS, _without(Audit, "_refuse_unseen")),
-    Mutant("functions in containers are not read", _NESTS, _without(_Names, "_read_parts")),
+    Mutant("functions in containers are not read", _NESTS, _without(_Names, "_read_elements")),
     Mutant("a trace keeps what finds the shapes of tangents", _NESTS, _without(tracing, "_erase_shapes_alone")),
     Mutant("a trace inside is detached in place unheard", _NESTS, _unheard),
 )

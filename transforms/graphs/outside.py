@@ -4,10 +4,10 @@ A graph reads a closed-over tensor at the address that it had at the capture, an
 compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the objects that the function's globals and
 nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
 function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. Functions
-in lists, in dicts and among the attributes of objects are read for their names too. On the CPU it also compares the
-code and the defaults of functions. What an object holds inside (an attribute, an entry of a dict)
-is not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are
-refused at the capture (`PythonState`).
+and modules in dicts and among the attributes of objects are compared too, and the names that they read, and those that
+functions in lists read. On the CPU it also compares the code and the defaults of functions. What else an object holds
+inside (a number, an element of a list) is not compared at calls; `graphify(..., verify=n)` finds such changes. Those
+that the recorded run itself makes are refused at the capture (`PythonState`).
 """
 
 import dis
@@ -15,7 +15,7 @@ import functools
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from operator import attrgetter, is_
 from typing import Any
 
@@ -186,7 +186,7 @@ class _Names:
             self._seen.update(map(id, value.modules()))
             for part in value.modules():
                 self.read(inspect.getattr_static(type(part), "forward", None), label)
-                self._read_parts(_labelled(part, label))
+                self._read_attributes(part, label)
         elif isinstance(value, functools.partial):
             self.read(value.func, label)
         elif isinstance(value, types.MethodType):
@@ -200,16 +200,31 @@ class _Names:
         elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
             self._note_object(label or type(value).__name__, value)
             self.read(call, label)
-            self._read_parts(_labelled(value, label))
-        elif isinstance(value, _CONTAINERS) or is_plain_object(value):
-            self._read_parts((step.after(label), part) for step, part in members(value) or ())
+            self._read_attributes(value, label)
+        elif isinstance(value, _CONTAINERS):
+            self._read_elements(value, label)
+        elif is_plain_object(value):
+            self._read_attributes(value, label)
 
-    def _read_parts(self, parts: Iterable[tuple[str, Any]]) -> None:
-        """Read the functions among the attributes of an object, or the elements of a container."""
-        for label, part in parts:
-            is_function = callable(part) and not isinstance(part, type | types.BuiltinFunctionType | Tensor)
-            if is_function or isinstance(part, _CONTAINERS):
-                self.read(part, label)
+    def _read_attributes(self, owner: Any, label: str) -> None:
+        """Read the functions among the attributes of an object."""
+        bindings = getattr(owner, "__dict__", {})
+        for name, value in attributes(owner):
+            path = f"{label}.{name}" if label else name
+            self._read_part(path, value, bindings if name in bindings else None, name)
+
+    def _read_elements(self, container: Any, label: str) -> None:
+        """Read the functions in a container."""
+        for step, value in members(container) or ():
+            self._read_part(step.after(label), value, container if isinstance(container, dict) else None, step.key)
+
+    def _read_part(self, label: str, value: Any, mapping: dict[Any, Any] | None, key: Any) -> None:
+        """Read a function or a container that `mapping` has under `key`; None: it is in no mapping."""
+        is_function = callable(value) and not isinstance(value, type | Tensor)
+        if is_function and mapping is not None:
+            self._note(label, mapping, key)
+        if (is_function and not isinstance(value, types.BuiltinFunctionType)) or isinstance(value, _CONTAINERS):
+            self.read(value, label)
 
     def _read_function(self, function: types.FunctionType) -> None:
         own = _is_foreign(function)
@@ -258,12 +273,6 @@ class _Names:
         self.mappings.append(mapping)
         self.keys.append(key)
         self.values.append(mapping.get(key))
-
-
-def _labelled(owner: Any, label: str) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object, with their paths."""
-    for name, value in attributes(owner):
-        yield f"{label}.{name}" if label else name, value
 
 
 def _is_foreign(function: types.FunctionType) -> bool:

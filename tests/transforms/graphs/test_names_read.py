@@ -128,6 +128,35 @@ def test_a_name_that_stands_for_something_else_is_captured_anew(case: str, monke
     assert graph.cache_info().captures == 2
 
 
+def replaced(place: Any, key: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A change of an attribute or an entry that ends with the test."""
+    if isinstance(place, dict):
+        return lambda monkeypatch: monkeypatch.setitem(place, key, value)
+    return lambda monkeypatch: monkeypatch.setattr(place, key, value)
+
+
+FUNCTIONS = {"act": torch.tanh}
+REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], None]]] = {
+    "a function in a dict": (lambda x: FUNCTIONS["act"](x), replaced(FUNCTIONS, "act", torch.relu)),
+    "an attribute of an object": (lambda x: HOLDER.function(x), replaced(HOLDER, "function", torch.relu)),
+    "an attribute of a module": (lambda x: ACTIVATED(x), replaced(ACTIVATED, "function", torch.relu)),
+    "a submodule": (lambda x: TOP(x), replaced(TOP._modules, "sub", nn.Tanh())),
+    "a submodule of the function itself": (TOP, replaced(TOP._modules, "sub", nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_a_function_that_was_replaced_in_an_object_is_captured_anew(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, replace = REPLACED[case]
+    graph = graphify(fn)
+    before = graph(X)
+    replace(monkeypatch)
+    for _ in range(3):
+        assert torch.equal(graph(X), fn(X))
+    assert not torch.equal(graph(X), before)
+    assert graph.cache_info().captures == 2
+
+
 def counting(x: Tensor) -> Tensor:
     global counted
     counted += 1
