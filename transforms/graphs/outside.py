@@ -178,7 +178,7 @@ class _Names:
 
     def read(self, value: Any, label: str = "") -> None:
         """Note the names that a function reads, and those that the functions which it names read."""
-        if id(value) in self._seen:
+        if id(value) in self._seen or isinstance(value, type):
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
@@ -211,7 +211,8 @@ class _Names:
         bindings = getattr(owner, "__dict__", {})
         for name, value in attributes(owner):
             path = f"{label}.{name}" if label else name
-            self._read_part(path, value, bindings if name in bindings else None, name)
+            is_bound = isinstance(bindings, dict) and name in bindings
+            self._read_part(path, value, bindings if is_bound else None, name)
 
     def _read_elements(self, container: Any, label: str) -> None:
         """Read the functions in a container."""
@@ -244,7 +245,7 @@ class _Names:
             held = function.__globals__.get(name)
             self._note(f"{name}, a global of {function.__name__},", function.__globals__, name)
             self._note_object(name, held)
-            if not isinstance(held, types.ModuleType | type | types.BuiltinFunctionType):
+            if not isinstance(held, types.ModuleType | types.BuiltinFunctionType):
                 self.read(held, name)
 
     def read_modules(self, storages: Set[int]) -> None:
