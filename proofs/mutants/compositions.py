@@ -6,8 +6,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import torch
-
 from weft.proofs.mutants.captures import CAPTURES
 from weft.proofs.mutants.graphs import GRAPHS
 from weft.proofs.mutants.loops import LOOPS
@@ -16,7 +14,6 @@ from weft.proofs.mutants.shards import SHARDS
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.outside import _Names
-from weft.transforms.shards import tracing
 
 NAMES = (
     "a live input is held weakly",
@@ -41,17 +38,9 @@ def _without(owner: Any, name: str) -> Callable[[], AbstractContextManager[Any]]
     return partial(mock.patch.object, owner, name, _nothing)
 
 
-def _unheard() -> AbstractContextManager[Any]:
-    heard = dict(tracing._OF_ONE_LEVEL)
-    del heard[torch.ops.aten.detach_.default]
-    return mock.patch.object(tracing, "_OF_ONE_LEVEL", heard)
-
-
 COMPOSITIONS = (
     *(Mutant(name, _NESTS, _PLANTED[name].plant) for name in NAMES),
     Mutant("another thread's results are constants", _NESTS, _without(Audit, "_refuse_unseen")),
     Mutant("functions in containers are not read", _NESTS, _without(_Names, "_read_elements")),
-    Mutant("a trace keeps what finds the shapes of tangents", _NESTS, _without(tracing, "_erase_shapes_alone")),
-    Mutant("a trace inside is detached in place unheard", _NESTS, _unheard),
 )
 """The bugs that a nest of transforms shows."""

@@ -212,6 +212,18 @@ def test_a_tangent_of_a_product_with_a_constant_is_traced_without_its_shapes(aro
     torch.testing.assert_close(AROUND[around](by_rows(tangent)), AROUND[around](tangent))
 
 
+def test_planted_bugs_of_traces_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above would notice each of these."""
+    with monkeypatch.context() as planted:
+        planted.setattr(tracing, "_erase_shapes_alone", lambda graph, made: None)
+        with pytest.raises(RuntimeError, match="setup_context"):
+            test_a_tangent_of_a_product_with_a_constant_is_traced_without_its_shapes("vjp")
+    with monkeypatch.context() as planted:
+        planted.delitem(tracing._OF_ONE_LEVEL, torch.ops.aten.detach_.default)
+        with pytest.raises(AssertionError):
+            test_a_detached_value_has_no_gradient_and_all_others_have("detach_")
+
+
 def test_what_a_collective_makes_may_be_written_where_only_a_constant_has_a_gradient() -> None:
     weight = torch.tensor([2.0, 3.0, 4.0, 5.0], requires_grad=True)
 
