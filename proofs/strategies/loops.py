@@ -203,18 +203,24 @@ class Put:
 
 
 @attrs.frozen
+class Take:
+    """`x` is increased by the element of a list at the counter, by a tensor of indices, which `vmap` takes too.
+    The list is as long as the longest loop: a step past the end has no element."""
+
+
+@attrs.frozen
 class Peek:
     """`x` is increased by the counter, read on the host by a method of it."""
 
     method: str
 
 
-Instruction = Apply | Custom | Attend | Copy | Index | Put | Peek
+Instruction = Apply | Custom | Attend | Copy | Index | Put | Peek | Take
 Carry = tuple[tuple[Tensor, ...], Tensor]
 """Slots of [n, n], and the counter, [] int64."""
 
 
-def _perform(instruction: Instruction, x: Tensor, table: Tensor, carry: Carry) -> Tensor:
+def _perform(instruction: Instruction, x: Tensor, table: Tensor, most_steps: int, carry: Carry) -> Tensor:
     slots, counter = carry
     match instruction:
         case Apply(operator):
@@ -240,6 +246,9 @@ def _perform(instruction: Instruction, x: Tensor, table: Tensor, carry: Carry) -
             return x
         case Peek(method):
             return x + _read(counter, method)
+        case Take():
+            elements = table[: max(most_steps, 1), 0]
+            return x + elements.index_select(0, counter[None])
 
 
 def _read(counter: Tensor, method: str) -> float:
@@ -299,7 +308,8 @@ class LoopBody:
         """One step."""
         slots = list(carry[0])
         for slot, instruction in self.instructions:
-            slots[slot % self.num_slots] = _perform(instruction, slots[slot % self.num_slots], self.table, carry)
+            place = slot % self.num_slots
+            slots[place] = _perform(instruction, slots[place], self.table, max(self.bounds), carry)
         return tuple(slots), carry[1] + 1
 
     def _has(self, kinds: Any) -> bool:
@@ -338,6 +348,7 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         _indices().map(Index),
         st.builds(Put, _indices(), st.booleans()),
         st.sampled_from(sorted(READS)).map(Peek),
+        st.just(Take()),
     ]
     in_slots = st.tuples(st.integers(0, 2), st.one_of(instructions))
     return LoopBody(
