@@ -159,6 +159,22 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
     return tuple(sorted(found.values(), key=lambda operator: operator.name))
 
 
+@functools.cache
+def operators_with_an_edge(dtype: torch.dtype) -> tuple[Operator, ...]:
+    """Those operators without side effects that are infinite or nan somewhere, such as `log` and `acos`: their
+    derivatives are, where a loop has ended and its body runs on."""
+    values = torch.tensor([[-2.0, -1.0], [0.0, 1.0]], dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tuple(
+            operator
+            for operator in operators(dtype)
+            if not operator.writes
+            and not operator.draws
+            and any(not operator(x).isfinite().all() for x in (values, values / 2, values + 1.5))
+        )
+
+
 @attrs.frozen
 class Apply:
     """`x = operator(x)`."""
@@ -326,7 +342,26 @@ class LoopBody:
     @property
     def has_rows(self) -> bool:
         """Whether `vmap` can run it: torch's `vmap` reads no row on the host, and knows no operators of others."""
-        return self.must_run and not self._has((Index, Put, Custom))
+        return all(_has_rows(instruction) for _, instruction in self.instructions)
+
+    def with_derivatives(self) -> "LoopBody":
+        """The loop without what has no derivative in rows, and with steps past its end."""
+        instructions = tuple(each for each in self.instructions if _has_rows(each[1]))
+        max_steps = max(self.bounds) + 2 if self.max_steps is None else self.max_steps
+        return attrs.evolve(self, instructions=instructions or ((0, Take()),), max_steps=max_steps)
+
+
+def _has_rows(instruction: Instruction) -> bool:
+    """Whether torch's `vmap` can run it."""
+    match instruction:
+        case Apply(operator):
+            return not operator.writes and not operator.draws
+        case Attend(dropout_p):
+            return dropout_p == 0
+        case Copy() | Take():
+            return True
+        case Custom() | Index() | Put() | Peek():
+            return False
 
 
 @st.composite
@@ -349,9 +384,10 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         st.builds(Put, _indices(), st.booleans()),
         st.sampled_from(sorted(READS)).map(Peek),
         st.just(Take()),
+        st.sampled_from(operators_with_an_edge(dtype)).map(Apply),
     ]
     in_slots = st.tuples(st.integers(0, 2), st.one_of(instructions))
-    return LoopBody(
+    loop = LoopBody(
         size=draw(st.integers(2, 3)),
         dtype=dtype,
         num_slots=draw(st.integers(1, 3)),
@@ -360,6 +396,7 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         max_steps=draw(st.none() | st.integers(1, STEPS + 3)),
         way=draw(st.sampled_from(WAYS)),
     )
+    return loop.with_derivatives() if loop.way == "in derivatives" else loop
 
 
 @st.composite
