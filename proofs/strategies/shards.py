@@ -477,5 +477,7 @@ def rank_results(draw: st.DrawFn) -> RankResults:
     if draw(st.booleans()):
         other = torch.full(draw(shapes), float(draw(st.integers(1, 2))), dtype=draw(dtypes))
         parts[draw(st.integers(0, len(parts) - 1))] = other
-    kinds = [Shard(dim) for dim in DIMENSIONS] if draw(st.booleans()) else [Replicate(), Partial(), PerRank()]
+    kinds: list[Placement | PerRank] = [Replicate(), Partial(), PerRank()]
+    if draw(st.booleans()):
+        kinds = [Shard(dim) for dim in DIMENSIONS]
     return RankResults(tuple(parts), draw(st.sampled_from(kinds)))
