@@ -159,6 +159,22 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
     return tuple(sorted(found.values(), key=lambda operator: operator.name))
 
 
+@functools.cache
+def operators_with_an_edge(dtype: torch.dtype) -> tuple[Operator, ...]:
+    """Those operators without side effects that are infinite or nan somewhere, such as `log` and `acos`: their
+    derivatives are, where a loop has ended and its body runs on."""
+    values = torch.tensor([[-2.0, -1.0], [0.0, 1.0]], dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tuple(
+            operator
+            for operator in operators(dtype)
+            if not operator.writes
+            and not operator.draws
+            and any(not operator(x).isfinite().all() for x in (values, values / 2, values + 1.5))
+        )
+
+
 @attrs.frozen
 class Apply:
     """`x = operator(x)`."""
@@ -203,18 +219,24 @@ class Put:
 
 
 @attrs.frozen
+class Take:
+    """`x` is increased by the element of a list at the counter, by a tensor of indices, which `vmap` takes too.
+    The list is as long as the longest loop: a step past the end has no element."""
+
+
+@attrs.frozen
 class Peek:
     """`x` is increased by the counter, read on the host by a method of it."""
 
     method: str
 
 
-Instruction = Apply | Custom | Attend | Copy | Index | Put | Peek
+Instruction = Apply | Custom | Attend | Copy | Index | Put | Peek | Take
 Carry = tuple[tuple[Tensor, ...], Tensor]
 """Slots of [n, n], and the counter, [] int64."""
 
 
-def _perform(instruction: Instruction, x: Tensor, table: Tensor, carry: Carry) -> Tensor:
+def _perform(instruction: Instruction, x: Tensor, table: Tensor, most_steps: int, carry: Carry) -> Tensor:
     slots, counter = carry
     match instruction:
         case Apply(operator):
@@ -240,6 +262,9 @@ def _perform(instruction: Instruction, x: Tensor, table: Tensor, carry: Carry) -
             return x
         case Peek(method):
             return x + _read(counter, method)
+        case Take():
+            elements = table[: max(most_steps, 1), 0]
+            return x + elements.index_select(0, counter[None])
 
 
 def _read(counter: Tensor, method: str) -> float:
@@ -299,7 +324,8 @@ class LoopBody:
         """One step."""
         slots = list(carry[0])
         for slot, instruction in self.instructions:
-            slots[slot % self.num_slots] = _perform(instruction, slots[slot % self.num_slots], self.table, carry)
+            place = slot % self.num_slots
+            slots[place] = _perform(instruction, slots[place], self.table, max(self.bounds), carry)
         return tuple(slots), carry[1] + 1
 
     def _has(self, kinds: Any) -> bool:
@@ -316,7 +342,26 @@ class LoopBody:
     @property
     def has_rows(self) -> bool:
         """Whether `vmap` can run it: torch's `vmap` reads no row on the host, and knows no operators of others."""
-        return self.must_run and not self._has((Index, Put, Custom))
+        return all(_has_rows(instruction) for _, instruction in self.instructions)
+
+    def with_derivatives(self) -> "LoopBody":
+        """The loop without what has no derivative in rows, and with steps past its end."""
+        instructions = tuple(each for each in self.instructions if _has_rows(each[1]))
+        max_steps = max(self.bounds) + 2 if self.max_steps is None else self.max_steps
+        return attrs.evolve(self, instructions=instructions or ((0, Take()),), max_steps=max_steps)
+
+
+def _has_rows(instruction: Instruction) -> bool:
+    """Whether torch's `vmap` can run it."""
+    match instruction:
+        case Apply(operator):
+            return not operator.writes and not operator.draws
+        case Attend(dropout_p):
+            return dropout_p == 0
+        case Copy() | Take():
+            return True
+        case Custom() | Index() | Put() | Peek():
+            return False
 
 
 @st.composite
@@ -338,9 +383,11 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         _indices().map(Index),
         st.builds(Put, _indices(), st.booleans()),
         st.sampled_from(sorted(READS)).map(Peek),
+        st.just(Take()),
+        st.sampled_from(operators_with_an_edge(dtype)).map(Apply),
     ]
     in_slots = st.tuples(st.integers(0, 2), st.one_of(instructions))
-    return LoopBody(
+    loop = LoopBody(
         size=draw(st.integers(2, 3)),
         dtype=dtype,
         num_slots=draw(st.integers(1, 3)),
@@ -349,6 +396,7 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         max_steps=draw(st.none() | st.integers(1, STEPS + 3)),
         way=draw(st.sampled_from(WAYS)),
     )
+    return loop.with_derivatives() if loop.way == "in derivatives" else loop
 
 
 @st.composite

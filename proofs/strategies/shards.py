@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.donation import donates
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import Partial, Placement, Placements, Replicate, Shard
+from weft.meshes.placements import Partial, PerRank, Placement, Placements, Replicate, Shard
 from weft.ops.transfers.collective import (
     all_gather,
     all_reduce,
@@ -421,3 +421,63 @@ def disagreements(draw: st.DrawFn) -> Disagreement:
     function = draw(rank_functions(max_steps=3))
     rank, how = draw(st.integers(0, function.mesh.num_ranks - 1)), draw(st.sampled_from(tuple(DISAGREEMENTS)))
     return Disagreement(function, rank, how, draw(st.booleans()), draw(st.sampled_from(list(function.mesh.sizes))))
+
+
+@attrs.frozen(eq=False)
+class RankResults:
+    """What each rank of a mesh returns, and how it is placed.
+
+    Args:
+        parts: of each rank, of any shape and dtype.
+        placement: of the result.
+    """
+
+    parts: tuple[Tensor, ...] = attrs.field(
+        repr=lambda parts: str([(tuple(x.shape), x.dtype, x.unique().tolist()) for x in parts])
+    )
+    placement: Placement | PerRank
+
+    def sharded(self) -> Any:
+        """The result by `shard`, of a function that computes the parts."""
+
+        def part(x: Tensor) -> Tensor:
+            own = self.parts[axis_index("ranks")]
+            return torch.ones(own.shape, dtype=own.dtype) * (x * own.sum() / own.numel()).to(own.dtype)
+
+        step = shard(part, Mesh(ranks=len(self.parts)), Replicate(), self.placement)
+        return step(torch.ones((), dtype=torch.float64))
+
+    def expected(self) -> Any:
+        """The result by its definition; None where it has none."""
+        first = self.parts[0]
+        alike = all((x.shape, x.dtype) == (first.shape, first.dtype) for x in self.parts)
+        match self.placement:
+            case PerRank():
+                return self.parts
+            case Shard(dim):
+                return torch.cat(self.parts, dim) if alike and -first.ndim <= dim < first.ndim else None
+            case Replicate():
+                return first if alike and all(torch.equal(x, first) for x in self.parts) else None
+            case Partial():
+                return functools.reduce(torch.add, self.parts) if alike else None
+
+
+@st.composite
+def rank_results(draw: st.DrawFn) -> RankResults:
+    """Results of two or three ranks: alike, or of other shapes, dtypes or values on one of them.
+
+    >>> from hypothesis import find
+    >>> case = find(rank_results(), lambda case: case.placement == Shard(0) and case.expected() is None)
+    >>> [part.ndim for part in case.parts]
+    [0, 0]
+    """
+    shapes = st.lists(st.integers(1, 2), max_size=2).map(tuple)
+    dtypes = st.sampled_from((torch.float32, torch.float64))
+    parts = [torch.full(draw(shapes), float(draw(st.integers(1, 2))), dtype=draw(dtypes))] * draw(st.integers(2, 3))
+    if draw(st.booleans()):
+        other = torch.full(draw(shapes), float(draw(st.integers(1, 2))), dtype=draw(dtypes))
+        parts[draw(st.integers(0, len(parts) - 1))] = other
+    kinds: list[Placement | PerRank] = [Replicate(), Partial(), PerRank()]
+    if draw(st.booleans()):
+        kinds = [Shard(dim) for dim in DIMENSIONS]
+    return RankResults(tuple(parts), draw(st.sampled_from(kinds)))

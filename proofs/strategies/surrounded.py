@@ -34,11 +34,17 @@ def _loop(x: Tensor, read: Read) -> Tensor:
 
 def _exact(x: Tensor, read: Read) -> Tensor:
     with torch.autocast("cpu", enabled=False):
-        return (x.float()[:, None] @ torch.ones(1, 1))[:, 0]
+        return (x.float()[:, None] @ torch.ones(1, 1, device=x.device))[:, 0]
+
+
+def _made_inside(x: Tensor, read: Read) -> Tensor:
+    """Adds what is made on the default device; on `meta`, which has no values, it adds a number."""
+    made = torch.ones(len(x))
+    return x + (2 if made.is_meta else made)
 
 
 def _mean_of_ranks(x: Tensor, read: Read) -> Tensor:
-    count = all_reduce(torch.tensor(float(len(x))), AXIS)
+    count = all_reduce(torch.tensor(float(len(x)), device=x.device), AXIS)
     return x - all_reduce(x.sum(), AXIS) / count
 
 
@@ -50,6 +56,36 @@ def _around(x: Tensor, read: Read) -> Tensor:
     """The parts go around and back."""
     moved = ppermute(x, AXIS, _ring(1)) * 2
     return ppermute(moved, AXIS, _ring(-1))
+
+
+class _Caller(threading.Thread):
+    """One of the threads that call at once.
+
+    Args:
+        target: the call.
+        meeting: of all of them.
+    """
+
+    def __init__(self, target: Callable[[], None], meeting: threading.Barrier) -> None:
+        super().__init__(target=target)
+        self._meeting = meeting
+
+    def meet(self) -> None:
+        """Wait until all are here; none waits long for one that has failed or has nothing to trace."""
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._meeting.wait(_LONGEST_WAIT)
+
+
+_LONGEST_WAIT = 0.5
+"""Seconds."""
+
+
+def _meeting(x: Tensor, read: Read) -> Tensor:
+    """The threads that call at once are all in the middle of their traces."""
+    caller = threading.current_thread()
+    if isinstance(caller, _Caller):
+        caller.meet()
+    return x
 
 
 def _ring(step: int) -> list[tuple[int, int]]:
@@ -69,7 +105,7 @@ STEPS: dict[str, Step] = {
     "derivative inside": lambda x, read: func.grad(lambda y: (torch.tanh(y) * y.detach()).sum())(x),
     "checkpoint inside": lambda x, read: checkpoint(torch.tanh, x, use_reentrant=False),
     "a constant": lambda x, read: x * torch.tensor(2.0),
-    "made inside": lambda x, read: x + torch.ones(len(x)),
+    "made inside": _made_inside,
     "without autocast": _exact,
     "a loop": _loop,
 }
@@ -78,6 +114,7 @@ COLLECTIVE_STEPS: dict[str, tuple[Step, Step]] = {
     "less the mean": (_mean_of_ranks, lambda x, read: x - x.mean()),
     "less the least": (_least_of_all, lambda x, read: x - x.amin()),
     "around and back": (_around, lambda x, read: x * 2),
+    "a meeting of threads": (_meeting, lambda x, read: x),
 }
 """Steps on a rank, and on the whole."""
 
@@ -172,16 +209,16 @@ def _in_hooks(step: Any, x: Tensor) -> Tensor | None:
 def _in_threads(step: Any, x: Tensor) -> list[Tensor]:
     """The results of calls that begin together."""
     results, errors = list[Tensor](), list[BaseException]()
-    start = threading.Barrier(3)
+    meeting = threading.Barrier(3)
 
     def run() -> None:
-        start.wait()
+        meeting.wait()
         try:
             results.append(step(x))
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
+    threads = [_Caller(run, meeting) for _ in range(meeting.parties)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -218,6 +255,8 @@ FIRST_CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "after an error": _after_an_error,
     "under vmap": lambda step, x: func.vmap(step)(torch.stack([x, x + 1])),
     "under grad": lambda step, x: func.grad(lambda y: step(y).sum())(x),
+    "on another default device": _inside(lambda: torch.device("meta")),
+    "of a copy of a called one": lambda step, x: (step(x), copy.deepcopy(step)(x)),
 }
 """The surroundings of a call `step(x)`."""
 

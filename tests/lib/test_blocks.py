@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import find, given, settings, strategies as st
 
 import weft
 import weft.transforms
@@ -148,3 +148,17 @@ def test_the_test_above_finds_a_context_that_brings_back_what_was_there(monkeypa
     check_closings("batch_invariant", 2, [(1, False), (0, False)])
     with pytest.raises(AssertionError):
         check_closings("batch_invariant", 2, [(0, False), (1, False)])
+
+
+def test_a_drawn_order_of_ends_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.settings._BATCH_INVARIANT", _Resetting("test"))
+
+    def breaks(closings: tuple[int, list[tuple[int, bool]]]) -> bool:
+        try:
+            check_closings("batch_invariant", *closings)
+        except AssertionError:
+            return True
+        return False
+
+    count, _ = find(_closings(), breaks, settings=settings(database=None, deadline=None))
+    assert count == 2

@@ -291,18 +291,20 @@ def test_transforms_make_values_without_a_call_of_their_class(name: str, drawn: 
     check_that_nothing_constructs(drawn, name)
 
 
-def test_the_test_above_finds_an_unflattening_that_constructs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", APPLIED)
+def test_the_test_above_finds_an_unflattening_that_constructs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def constructed(cls: Any, values: Any) -> Any:
         aliases = {f.name: f.alias for f in attrs.fields(cls) if f.init}
         return cls(**{aliases[name]: value for name, value in values if name in aliases})
 
-    monkeypatch.setattr("weft.trees.built", constructed)
-    find(tree_values(), _constructs, settings=settings(database=None, deadline=None))
+    for home in ("weft.trees", "weft.transforms.graphs.calls.builder"):
+        monkeypatch.setattr(f"{home}.built", constructed)
+    find(tree_values(), lambda drawn: _constructs(drawn, name), settings=settings(database=None, deadline=None))
 
 
-def _constructs(drawn: TreeValue) -> bool:
+def _constructs(drawn: TreeValue, name: str) -> bool:
     try:
-        check_that_nothing_constructs(drawn, "tree_map")
+        check_that_nothing_constructs(drawn, name)
     except AssertionError:
         return True
     return False

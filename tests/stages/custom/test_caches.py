@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.donation import clone
 from weft.errors import CaptureError, WeftError
+from weft.objects import Snapshot
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
 
@@ -145,3 +146,45 @@ def test_a_cache_that_counts_in_python_is_refused_by_the_path_of_its_counter() -
         "a tensor in its place, torch.tensor(2), which is then part of the state; if it is set only once, run the "
         "module before"
     )
+
+
+class Counting(nn.Module):
+    """A decoder with a cache of transformers as it is, whose layers with a window count tokens in Python."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        config = model.config
+        self.model = model
+        self.cache = transformers.StaticCache(config, max_cache_len=LENGTH)
+        self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.model(ids, past_key_values=self.cache).logits[:, -1:]
+        return found
+
+
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "gemma3_text": {**_LAYERS, "query_pre_attn_scalar": 8},
+    "gpt_oss": {**_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": _LAYERS,
+}
+"""Architectures of `KINDS` with layers that count, and what their configurations need besides."""
+
+
+def counting(kind: str) -> nn.Module:
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **WINDOWS[kind], sliding_window=5)
+    torch.manual_seed(0)
+    return Counting(transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_planted_counter_that_nobody_sees_gives_other_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind in KINDS, "it is drawn"
+    expected = logits(counting(kind), graph=False)
+    with pytest.raises(CaptureError, match=r"cumulative_length_int of the module changes from 0 to 6"):
+        logits(counting(kind), graph=True)
+    monkeypatch.setattr(Snapshot, "changes", lambda self, state=frozenset(): iter(()))
+    seen = logits(counting(kind), graph=True)
+    assert float((seen - expected).abs().max()) > 1e-3 * float(expected.abs().max())

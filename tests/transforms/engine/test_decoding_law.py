@@ -305,3 +305,17 @@ def test_a_planted_bug_is_found(plant: str) -> None:
     finally:
         detokenizing._steps_of_state.cache_clear()  # the bug may have changed what is kept
     assert holds(found), "without the bug"
+
+
+@pytest.mark.parametrize("family", ["byte fallback, as Llama 2's and TinyLlama's", "metaspace, as T5's"])
+def test_a_stop_text_whose_first_space_is_lost_is_found(family: str) -> None:
+    token = VOCABULARY["▁the"]
+    case = Decoding(tokenizer_of(FAMILIES[family]), [token], [token, token], hides=True)
+
+    def is_stopped() -> bool:
+        state, _ = complete(case, stop=(" the",))
+        return (state.text, state.token_ids) == ("", [token])
+
+    assert is_stopped()
+    with PLANTS["the prompt is not read, so that the first space is lost"]():
+        assert not is_stopped()

@@ -1,6 +1,9 @@
 """Parameters that change while an engine serves: announced or not, no page computed with the old ones is read (L23)."""
 
+import copy
+import functools
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from hypothesis import find, given, settings, strategies as st
 
 import weft
 from weft.errors import EngineError, RequestError
@@ -199,9 +203,9 @@ def test_two_values_for_one_tensor_are_refused(first: str) -> None:
         "  instead: equal values, or one of the two names; untied, they need another model"
     )
     assert torch.equal(embedding, before)
-    for given in (dict.fromkeys(names, before + 1.0), {names[0]: torch.full_like(before, torch.nan)}):
-        engine.update({name: x.clone() for name, x in given.items()})
-        assert torch.equal(embedding.nan_to_num(7.0), next(iter(given.values())).nan_to_num(7.0))
+    for values in (dict.fromkeys(names, before + 1.0), {names[0]: torch.full_like(before, torch.nan)}):
+        engine.update({name: x.clone() for name, x in values.items()})
+        assert torch.equal(embedding.nan_to_num(7.0), next(iter(values.values())).nan_to_num(7.0))
     engine.update(dict.fromkeys(names, torch.full_like(before, torch.nan)))
     shared = attrs.evolve(model.params.layers[0], down_proj=model.params.layers[1].down_proj)
     params = attrs.evolve(model.params, layers=(shared, *model.params.layers[1:]))
@@ -211,6 +215,71 @@ def test_two_values_for_one_tensor_are_refused(first: str) -> None:
     with pytest.raises(RequestError, match=r"'.layers\[0\].down_proj' and '.layers\[1\].down_proj', which are one"):
         engine.update(attrs.evolve(other, layers=(other.layers[0], changed, *other.layers[2:])))
     engine.update(other)
+
+
+@functools.cache
+def reference() -> Any:
+    """transformers' model of the demo, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def names_of_one_tensor() -> list[list[str]]:
+    """The names of each tensor of transformers' model, by its address."""
+    names = defaultdict[int, list[str]](list)
+    for name, tensor in reference().state_dict(keep_vars=True).items():
+        names[tensor.data_ptr()].append(name)
+    return list(names.values())
+
+
+@st.composite
+def shifts(draw: st.DrawFn) -> dict[str, float]:
+    """What is added to tensors by their names: some of the model's tensors, each by some of its names."""
+    found = dict[str, float]()
+    several = [names for names in names_of_one_tensor() if len(names) > 1]
+    for names in draw(st.lists(st.sampled_from(names_of_one_tensor()) | st.sampled_from(several), max_size=4)):
+        for name in draw(st.sets(st.sampled_from(names), min_size=1)):
+            found[name] = draw(st.sampled_from((0.0, 0.01)))
+    return found
+
+
+def contradict(given: dict[str, float]) -> bool:
+    """Whether two names of one tensor have different values."""
+    values = [{given[name] for name in names if name in given} for names in names_of_one_tensor()]
+    return any(len(each) > 1 for each in values)
+
+
+def check_update(given: dict[str, float]) -> None:
+    """The engine then says what transformers says after `load_state_dict`, or refuses two values of one tensor."""
+    tensors = reference().state_dict()
+    changed = {name: tensors[name] + shift for name, shift in given.items()}
+    model = own_copy(weft.load("demo", "cpu", "float32"))
+    theirs = copy.deepcopy(reference())
+    if contradict(given):
+        with pytest.raises(RequestError, match="which are one tensor of the model, with different values"):
+            Engine(model, graph="none").update(changed)
+    else:
+        Engine(model, graph="none").update(changed)
+        theirs.load_state_dict(changed, strict=False)
+    ids = [5, 6, 7, 8]
+    with torch.no_grad():
+        logprobs = theirs(torch.tensor([ids])).logits.log_softmax(-1)[0]
+    expected = logprobs[torch.arange(3), torch.tensor(ids[1:])]
+    torch.testing.assert_close(weft.logprobs(model, [ids])[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@given(shifts())
+@settings(max_examples=15, deadline=None)
+def test_an_update_by_names_is_transformers_or_refused(given: dict[str, float]) -> None:
+    check_update(given)
+
+
+def test_an_update_that_takes_the_last_of_two_values_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    contradiction = find(shifts(), contradict, settings=settings(database=None))
+    monkeypatch.setattr("weft.transforms.engine.weights._refuse_two_values", lambda *_: None)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check_update(contradiction)
 
 
 def test_a_stage_without_a_tied_tensor_skips_both_of_its_names_or_refuses_their_contradiction() -> None:

@@ -2,17 +2,21 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, seed, settings
 from torch import Tensor, library
 
 import weft
 from weft.errors import CaptureError, ProgramError
-from weft.proofs.laws import loop_bodies_are_pythons, loops_are_python_loops
+from weft.proofs.laws import LawViolation, loop_bodies_are_pythons, loops_are_python_loops
 from weft.proofs.strategies import Loop, LoopBody, loop_bodies, loops
+from weft.proofs.strategies.loops import Apply, Instruction, Take, operators
 from weft.torchapi.conditional_nodes import why_unavailable
 from weft.transforms.graphs.backends.loops import Rehearsal
 from weft.transforms.graphs.backends.while_nodes import WhileNodes
@@ -420,6 +424,72 @@ def test_planted_bugs_of_steps_past_the_end(monkeypatch: pytest.MonkeyPatch) -> 
         planted.setattr("weft.transforms.graphs.masked_steps.DerivativesWhere._limit", lambda self, x: x)
         with pytest.raises(AssertionError):
             test_steps_past_the_end_have_no_derivative([0.3, 0.5], 1)
+
+
+def test_every_instruction_is_drawn() -> None:
+    kinds = set[type]()
+
+    @seed(0)
+    @settings(max_examples=150, deadline=None, database=None, phases=[Phase.generate])
+    @given(loop_bodies())
+    def draw(loop: LoopBody) -> None:
+        kinds.update(type(instruction) for _, instruction in loop.instructions)
+
+    draw()
+    assert kinds == set(get_args(Instruction))
+
+
+def of_one_slot(instruction: Instruction, bounds: tuple[int, ...], way: str) -> LoopBody:
+    return LoopBody(
+        size=2,
+        dtype=torch.float64,
+        num_slots=1,
+        instructions=((0, instruction),),
+        bounds=bounds,
+        max_steps=6,
+        way=way,
+    )
+
+
+def applied(name: str, bounds: tuple[int, ...], way: str) -> LoopBody:
+    known = {operator.name: operator for operator in operators(torch.float64)}
+    return of_one_slot(Apply(known[name]), bounds, way)
+
+
+def unwatched(self: Any, function: Any, name: str, carry: Any, *, is_masked: bool = False) -> Any:
+    """A body that may write its carry."""
+    return function(carry)
+
+
+def going_on(live: Tensor, x: Tensor, last: Tensor) -> Tensor:
+    """The next carry of a row whose loop has ended is what the body made of it."""
+    return x
+
+
+_HOME = "weft.transforms.graphs.while_loop"
+PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], LoopBody]]] = {
+    "a body writes its carry": (
+        partial(mock.patch, f"{_HOME}._Loop._call", unwatched),
+        partial(applied, "aten::exp2_", (3, 2), "on ranks"),
+    ),
+    "a row that has ended has an index past the end": (
+        partial(mock.patch, f"{_HOME}.safe_next", going_on),
+        partial(of_one_slot, Take(), (3, 1), "in rows"),
+    ),
+    "a row that has ended has a derivative that is nan": (
+        partial(mock.patch, f"{_HOME}.safe_next", going_on),
+        partial(applied, "aten::acos", (1, 0), "in derivatives"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs_show_in_drawn_bodies(name: str) -> None:
+    plant, make = PLANTED[name]
+    loop = make()
+    loop_bodies_are_pythons(loop)
+    with plant(), pytest.raises(LawViolation):
+        loop_bodies_are_pythons(loop)
 
 
 def test_rows_end_with_the_last_of_them() -> None:

@@ -81,8 +81,12 @@ def _unions(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
     return {"oneOf": [{"type": "object", **own} for own in options]}
 
 
+LONG = 300
+"""Characters: more than two blocks of those in which a grammar counts long strings."""
 strings = st.one_of(
-    st.builds(lambda own: {"type": "string", **own}, _bounds("minLength", "maxLength", 5)),
+    st.sampled_from((5, 5, LONG)).flatmap(
+        lambda largest: _bounds("minLength", "maxLength", largest).map(lambda own: {"type": "string", **own})
+    ),
     patterns.map(lambda own: {"type": "string", "pattern": own}),
     st.sampled_from(["date", "time", "date-time", "ipv4", "uuid", "email", "hostname", "duration"]).map(
         lambda own: {"type": "string", "format": own}

@@ -17,8 +17,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from drawn_schemas import kept_schemas, keywords, odd_schemas
-from hypothesis import Phase, event, given, settings, strategies as st
+from drawn_schemas import kept_schemas, keywords, odd_schemas, strings
+from hypothesis import Phase, event, find, given, settings, strategies as st
 
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
@@ -385,3 +385,14 @@ def test_planted_repetitions_without_the_last_block_are_found(monkeypatch: pytes
     monkeypatch.setattr(patterns, "_at_most", lambda written, count: f"{written}{{0,{min(count, 128)}}}")
     with pytest.raises((AssertionError, ExceptionGroup)):
         test_repetitions_in_blocks_match_what_the_pattern_matches()
+
+
+def test_planted_repetitions_in_one_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mask within them takes more time than the one before."""
+    monkeypatch.setattr(patterns, "_BLOCK", 10**6)
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        test_repetitions_in_blocks_match_what_the_pattern_matches()
+
+
+def test_long_strings_are_drawn() -> None:
+    find(strings, lambda schema: schema.get("maxLength", 0) > 2 * patterns._BLOCK)

@@ -1,16 +1,19 @@
 """What a shard closes over, and what is around its calls: the results are those of the function on the whole."""
 
+import contextlib
 import copy
 import functools
 import pickle
 import threading
+import types
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import find
+from hypothesis import find, given, settings
 from refusal import refused
 from torch import Tensor, func
 from torch.autograd import forward_ad
@@ -18,9 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.errors import CaptureError, MeshError
+from weft.meshes.placements import Placement
+from weft.proofs.laws import LawViolation, surroundings_of_shards_change_nothing
 from weft.proofs.strategies import surrounded
+from weft.proofs.strategies.shards import RankResults, rank_results
+from weft.proofs.strategies.surrounded import SurroundedShard
+from weft.torchapi.private import innermost, is_fake
 from weft.transforms.shards import tracing
+from weft.transforms.shards.local import _Rank
 from weft.transforms.shards.shard import Sharded
+from weft.transforms.shards.tracing import trace
 
 TWO = weft.Mesh(tensor=2)
 ROWS, WHOLE = weft.Shard(0), weft.Replicate()
@@ -492,3 +502,158 @@ def test_every_step_is_drawn(name: str) -> None:
 @pytest.mark.parametrize("first", surrounded.FIRST_CALLS)
 def test_every_first_call_is_drawn(first: str) -> None:
     assert find(surrounded.surrounded_shards(), lambda case: case.first == first).first == first
+
+
+# Planted bugs ---------------------------------------------------------------------------------------------------------
+
+_SHARD, _TRACING = "weft.transforms.shards.shard", "weft.transforms.shards.tracing"
+_blank = tracing._blank
+_run = _Rank._run
+
+
+def blank_of_no_constant(like: Tensor) -> Tensor:
+    """A constant is the same on all ranks."""
+    return like if is_fake(like) else _blank(like)
+
+
+def one_at_a_time() -> Callable[..., Any]:
+    """A trace that changes what all threads share."""
+    is_under_way = threading.Lock()
+
+    def alone(*args: Any, **options: Any) -> Any:
+        if not is_under_way.acquire(blocking=False):
+            raise RuntimeError("another trace is under way")
+        try:
+            return trace(*args, **options)
+        finally:
+            is_under_way.release()
+
+    return alone
+
+
+def read_without_rows(self: _Rank, node: Any) -> Any:
+    """What is closed over is read without the wrappers of transforms."""
+    value = _run(self, node)
+    return innermost(value) if node.op == "get_attr" else value
+
+
+def with_its_traces(self: Sharded) -> dict[str, Any]:
+    return {**vars(self)}
+
+
+def case_of(*code: str, first: str = "a plain call", later: str = "a plain call") -> SurroundedShard:
+    return SurroundedShard(code, num_ranks=2, holder="an entry of a dict", first=first, later=(later,), rows=2)
+
+
+PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], SurroundedShard]] = {
+    "what is closed over has no rows": (
+        lambda: mock.patch.object(_Rank, "_run", read_without_rows),
+        case_of("closed over", later="vmap of what is closed over"),
+    ),
+    "what is detached in place has a gradient": (
+        lambda: mock.patch.dict(tracing._OF_ONE_LEVEL, clear=True),
+        case_of("detach in place", later="backward"),
+    ),
+    "a trace has the default device of none": (
+        lambda: mock.patch(f"{_TRACING}.default_device", return_value=None),
+        case_of("made inside", first="on another default device"),
+    ),
+    "a trace is found by any default device": (
+        lambda: mock.patch(f"{_SHARD}.default_device", return_value=None),
+        case_of("made inside", first="on another default device"),
+    ),
+    "a copy has the traces": (
+        lambda: mock.patch.object(Sharded, "__getstate__", with_its_traces),
+        case_of("tanh", first="of a copy of a called one"),
+    ),
+    "threads trace one at a time": (
+        lambda: mock.patch(f"{_SHARD}.trace", one_at_a_time()),
+        case_of("a meeting of threads", first="in threads"),
+    ),
+    "the sum of a constant is the constant": (
+        lambda: mock.patch(f"{_TRACING}._blank", blank_of_no_constant),
+        case_of("less the mean"),
+    ),
+    "a checkpoint sees the trace": (
+        lambda: mock.patch(f"{_TRACING}.without_saved_tensors_hooks", contextlib.nullcontext),
+        case_of("tanh", first="in checkpoint"),
+    ),
+    "a listing keeps its loop": (
+        lambda: mock.patch(f"{_TRACING}.looping", contextlib.nullcontext),
+        case_of("a loop", first="after lower"),
+    ),
+}
+"""Bugs, each with a case of the strategy that shows it."""
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs_show_in_drawn_surroundings(name: str) -> None:
+    plant, case = PLANTED[name]
+    surroundings_of_shards_change_nothing(case)
+    with plant(), pytest.raises(LawViolation):
+        surroundings_of_shards_change_nothing(case)
+    surroundings_of_shards_change_nothing(case)
+
+
+def test_a_call_that_torch_compiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other code is not marked as what the compiler passes over: it looks into the call, and finds that."""
+    code = Sharded.__call__.__code__.replace(co_name="compiled")
+    looked = list[str]()
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        looked.append(module.code)
+        return module
+
+    def compiled() -> int:
+        torch.compiler.reset()
+        looked.clear()
+        try:
+            torch.compile(by_rows(torch.sin), backend=backend)(X)
+        except Exception as error:  # by another line in each torch
+            looked.append(str(error))
+        return len(looked)
+
+    assert compiled() == 0
+    monkeypatch.setattr(Sharded, "__call__", types.FunctionType(code, Sharded.__call__.__globals__))
+    assert compiled() > 0
+
+
+# Results of each rank -------------------------------------------------------------------------------------------------
+
+
+def check_results(case: RankResults) -> None:
+    """The result is that of its placement's definition, or a MeshError where that has none."""
+    expected = case.expected()
+    if expected is None:
+        with pytest.raises(MeshError):
+            case.sharded()
+        return
+    torch.testing.assert_close(case.sharded(), expected, rtol=0, atol=0)
+
+
+@given(rank_results())
+@settings(max_examples=60, deadline=None)
+def test_results_of_any_shapes_are_placed_or_refused(case: RankResults) -> None:
+    check_results(case)
+
+
+@pytest.mark.parametrize("kind", [*get_args(Placement), weft.PerRank])
+def test_every_placement_of_a_result_is_drawn(kind: type) -> None:
+    find(rank_results(), lambda case: isinstance(case.placement, kind) and case.parts[0].ndim == 0)
+
+
+@pytest.mark.parametrize("check", ["_refuse_missing", "refuse_unlike"])
+def test_planted_results_without_a_check_are_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"weft.transforms.shards.results.{check}", lambda *_: None)
+
+    def differs(case: RankResults) -> bool:
+        try:
+            check_results(case)
+        except BaseException:  # a raw error of torch, or pytest's own, for a call that does not raise
+            return True
+        return False
+
+    found = find(rank_results(), differs, settings=settings(database=None))
+    monkeypatch.undo()
+    check_results(found)
