@@ -410,7 +410,8 @@ def test_an_engine_that_stands_still_is_given_up(model: Model) -> None:
         with attacked(lambda: ask(server), 1) as found:
             until(lambda: server.host.num_open == 1)
             loop = server.host._loop
-            assert not asyncio.run_coroutine_threadsafe(server.host.is_moving(0.2), loop).result(20)
+            # It moves until it has begun the step.
+            until(lambda: not asyncio.run_coroutine_threadsafe(server.host.is_moving(0.2), loop).result(20))
             loop.call_soon_threadsafe(server.host.give_up)
         assert found[0].status_code == 500
         assert f"stood still for {host.GIVE_UP_SECONDS:g} s" in found[0].text
