@@ -13,7 +13,6 @@ from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.mutants.shards import SHARDS
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.audit import Audit
-from weft.transforms.graphs.outside import _Names
 
 NAMES = (
     "a live input is held weakly",
@@ -41,6 +40,5 @@ def _without(owner: Any, name: str) -> Callable[[], AbstractContextManager[Any]]
 COMPOSITIONS = (
     *(Mutant(name, _NESTS, _PLANTED[name].plant) for name in NAMES),
     Mutant("another thread's results are constants", _NESTS, _without(Audit, "_refuse_unseen")),
-    Mutant("functions in containers are not read", _NESTS, _without(_Names, "_read_elements")),
 )
 """The bugs that a nest of transforms shows."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
+from weft.transforms.graphs import outside
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
 
@@ -155,6 +156,24 @@ def test_a_function_that_was_replaced_in_an_object_is_captured_anew(case: str, m
         assert torch.equal(graph(X), fn(X))
     assert not torch.equal(graph(X), before)
     assert graph.cache_info().captures == 2
+
+
+@pytest.mark.parametrize("reads", ["_read_elements", "_read_attributes", "_read_part"])
+def test_planted_bugs_are_found(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ways to read less, the tests above would notice each."""
+    monkeypatch.setattr(outside._Names, reads, lambda *given: None)
+    failed = []
+    for test, cases in (
+        (test_a_name_that_stands_for_something_else_is_captured_anew, CHANGED),
+        (test_a_function_that_was_replaced_in_an_object_is_captured_anew, REPLACED),
+    ):
+        for case in cases:
+            with monkeypatch.context() as patch:
+                try:
+                    test(case, patch)
+                except AssertionError:
+                    failed.append(case)
+    assert failed != []
 
 
 def counting(x: Tensor) -> Tensor:
