@@ -192,6 +192,17 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return False
 
 
+def is_differentiated_by_row(tensor: torch.Tensor) -> bool:
+    """Whether a derivative inside a `vmap` follows a tensor: each row has one of its own, even of one value for all."""
+    stack = get_interpreter_stack() or ()
+    vmaps = [level.level() for level in stack if level.key() == TransformType.Vmap]
+    while is_functorch_wrapped_tensor(tensor):
+        if not is_batchedtensor(tensor) and any(level < maybe_get_level(tensor) for level in vmaps):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
+
+
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now."""
     while True:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.torchapi.private import FunctionMode, in_vmap, is_batched, is_differentiated
+from weft.torchapi.private import FunctionMode, in_vmap, is_batched, is_differentiated, is_differentiated_by_row
 from weft.trees import tree_map
 
 
@@ -65,7 +65,7 @@ class DerivativesWhere(FunctionMode):
         live: the flag, of each row.
         carry: the leaves of the carry, whose derivatives the loop sees to.
         anywhere: whether `live` holds in some row. Then a row where it does not has the carry of one where it does, and
-            what is the same in all rows has derivatives there that are finite.
+            a sum of the derivatives of all rows is nan only where one of a row where it does is.
     """
 
     def __init__(self, live: Tensor, carry: Sequence[Any], *, anywhere: bool) -> None:
@@ -98,7 +98,7 @@ class DerivativesWhere(FunctionMode):
     def _limit(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or self._is_inside(x) or not is_differentiated(x):
             return x
-        if self._anywhere and not is_batched(x):
+        if self._anywhere and not (is_batched(x) or is_differentiated_by_row(x)):
             return x
         if id(x) not in self._limited:
             limited = torch.where(self._live, x, x.detach())

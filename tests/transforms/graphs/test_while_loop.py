@@ -393,6 +393,18 @@ def test_steps_past_the_end_have_no_derivative(starts: list[float], argnum: int)
     assert torch.isfinite(seconds(xs, w)).all()
 
 
+def test_a_row_without_a_step_has_no_derivative_of_another_row() -> None:
+    def loop(scale: Tensor, steps: Tensor) -> Tensor:
+        start = torch.full((), 0.5) * scale, torch.zeros((), dtype=torch.int64)
+        body = lambda c: (torch.acosh(c[0] * scale), c[1] + 1)  # noqa: E731
+        made: Tensor = while_loop(lambda c: c[1] < steps, body, start, max_steps=4)[0]
+        return made
+
+    by_row = torch.func.vmap(torch.func.grad(loop), in_dims=(None, 0))(torch.ones(()), torch.tensor([2, 0]))
+    assert by_row.isnan().tolist() == [True, False]
+    assert by_row[1].item() == 0.5
+
+
 def test_rows_past_the_end_run_the_body_where_it_can_run() -> None:
     table = torch.arange(5.0)
 
