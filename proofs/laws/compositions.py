@@ -43,8 +43,9 @@ def compositions_mean_their_parts(composition: Composition, device: str = "cpu",
     tally = Tally() if tally is None else tally
     tally.programs += 1
     devices = ["cuda"] if device == "cuda" else []
-    soon = mock.patch.object(one_at_a_time, "STANDSTILL", 1.0)  # seconds: some nests capture in a thread of a capture
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), soon:
+    # Some nests capture in a thread that a capture waits for, which is refused after so many seconds.
+    short_standstill = mock.patch.object(one_at_a_time, "STANDSTILL", 1.0)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), short_standstill:
         warnings.simplefilter("ignore")
         subject = composition.subject(device)
         meaning = composition.subject_of_meaning(device)
@@ -76,8 +77,9 @@ def _compare(
             raise LawViolation(f"{where}: it is refused: {_line(seen.result)}") from seen.result
         return False
     if isinstance(expected.result, Exception):
-        is_unwritten = isinstance(expected.result, NotImplementedError)  # such as a derivative that torch does not have
-        if not (is_unwritten or isinstance(seen.result, Exception)):
+        # Where torch has not implemented an operator's derivative, another kernel of weft's may have one.
+        lacks_derivative = isinstance(expected.result, NotImplementedError)
+        if not (lacks_derivative or isinstance(seen.result, Exception)):
             raise LawViolation(f"{where}: no error, where its meaning raises {_line(expected.result)}")
         tally.errors += 1
         return False

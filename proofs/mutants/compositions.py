@@ -1,7 +1,5 @@
 """Planted bugs of nests of transforms (L25), which other laws catch on cases of their own."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -33,12 +31,10 @@ def _nothing(*args: Any) -> None:
     pass
 
 
-def _without(owner: Any, name: str) -> Callable[[], AbstractContextManager[Any]]:
-    return partial(mock.patch.object, owner, name, _nothing)
-
-
 COMPOSITIONS = (
     *(Mutant(name, _NESTS, _PLANTED[name].plant) for name in NAMES),
-    Mutant("another thread's results are constants", _NESTS, _without(Audit, "_refuse_unseen")),
+    Mutant(
+        "another thread's results are constants", _NESTS, partial(mock.patch.object, Audit, "_refuse_unseen", _nothing)
+    ),
 )
 """The bugs that a nest of transforms shows."""

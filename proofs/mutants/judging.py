@@ -456,7 +456,7 @@ def run_fresh(names: Sequence[str], limit_of: Callable[[str], float]) -> tuple[l
 
 
 def _limit_in(seconds: Mapping[str, float], name: str) -> float:
-    """How long a test may take, of those that are named."""
+    """The seconds after which a test is stopped, by the test's name."""
     return seconds.get(name, 60.0)
 
 

@@ -425,7 +425,7 @@ def disagreements(draw: st.DrawFn) -> Disagreement:
 
 @attrs.frozen(eq=False)
 class RankResults:
-    """What each rank of a mesh returns, and how it is placed.
+    """A result of a sharded function: the tensor of each rank, and its placement in `out_placements`.
 
     Args:
         parts: of each rank, of any shape and dtype.
@@ -441,8 +441,9 @@ class RankResults:
         """The result by `shard`, of a function that computes the parts."""
 
         def part(x: Tensor) -> Tensor:
-            own = self.parts[axis_index("ranks")]
-            return torch.ones(own.shape, dtype=own.dtype) * (x * own.sum() / own.numel()).to(own.dtype)
+            part = self.parts[axis_index("ranks")]
+            value = x * part.sum() / part.numel()
+            return torch.ones(part.shape, dtype=part.dtype) * value.to(part.dtype)
 
         step = shard(part, Mesh(ranks=len(self.parts)), Replicate(), self.placement)
         return step(torch.ones((), dtype=torch.float64))

@@ -39,8 +39,8 @@ def _exact(x: Tensor, read: Read) -> Tensor:
 
 def _made_inside(x: Tensor, read: Read) -> Tensor:
     """Adds what is made on the default device; on `meta`, which has no values, it adds a number."""
-    made = torch.ones(len(x))
-    return x + (2 if made.is_meta else made)
+    ones = torch.ones(len(x))
+    return x + (2 if ones.is_meta else ones)
 
 
 def _mean_of_ranks(x: Tensor, read: Read) -> Tensor:

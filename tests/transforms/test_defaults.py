@@ -111,9 +111,10 @@ def test_a_default_that_is_refused_when_it_is_given_is_found(monkeypatch: pytest
             return True
         return False
 
-    found = find(given_defaults(), is_refused, settings=settings(database=None, deadline=None, max_examples=500))
-    assert found[0] == "pipeline"
-    assert found[1]["schedule"] is None
+    options = settings(database=None, deadline=None, max_examples=500)
+    name, defaults = find(given_defaults(), is_refused, settings=options)
+    assert name == "pipeline"
+    assert defaults["schedule"] is None
 
 
 def functions() -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""`ONE_AT_A_TIME`: the lock of captures, whose waiting ends where the capture waits for the waiting thread."""
+"""`ONE_AT_A_TIME`: one capture at a time, and an error for a thread that would wait for a capture for ever."""
 
 import sys
 import threading
@@ -7,39 +7,28 @@ import time
 from weft.errors import CaptureError
 
 STANDSTILL = 20.0
-"""Seconds after which a capture that waits for another thread no longer keeps a third one waiting."""
+"""A capture that has waited for a thread for so many seconds may wait for the one that wants to capture."""
 
 _LOOK = 0.5
 """Seconds between two looks at the thread that captures; at most `STANDSTILL / 2`."""
 
 
 class CaptureLock:
-    """A reentrant lock. It is not granted, but refused, once its holder has stood still in `threading` (in a `join`,
-    or in a wait for a future or a queue) for `STANDSTILL` seconds: what the holder waits for may be the caller."""
+    """A reentrant lock. A thread that waits for it gets an error once the thread that has the lock has stood still
+    in `threading` for `STANDSTILL` seconds, in a `join` or in a wait for a future or a queue."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holder: threading.Thread | None = None
-        self._depth = 0
+        """The last that was granted the lock: where another thread waits, it has it."""
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             self._wait()
         self._holder = threading.current_thread()
-        self._depth += 1
 
     def __exit__(self, *exception: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._holder = None
         self._lock.release()
-
-    def is_held_by_another_thread(self) -> bool:
-        """Whether a capture runs in another thread."""
-        if not self._lock.acquire(blocking=False):
-            return True
-        self._lock.release()
-        return False
 
     def _wait(self) -> None:
         standing_since = None

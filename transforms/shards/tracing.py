@@ -4,7 +4,7 @@ import contextlib
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import attrs
@@ -152,7 +152,7 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
         seen = f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
         raise DerivativeError(recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()")
     graph = recorder.graph
-    _erase_shapes_alone(graph, made)
+    _erase_shapes_alone(graph, {leaf for leaf in made if isinstance(leaf, Node)})
     if (node := next(filter(_draws, graph.nodes), None)) is not None:
         seen = f"{node.target}, whose random numbers would be others on each number of ranks"
         raise CaptureError(recorder.call, seen, "an argument that is drawn outside, placed as what it meets")
@@ -358,15 +358,16 @@ def _is_part_of_a_trace(func: Any, result: Any) -> bool:
     return makes or schema is None or schema.is_mutable or not schema.returns
 
 
-def _erase_shapes_alone(graph: Graph, made: tuple[Any, ...]) -> None:
-    """Erase operators on the device `meta` whose results nothing uses, but for those that the function returns: torch
-    asks them for the shapes of tangents."""
-    results = {leaf for leaf in made if isinstance(leaf, Node)}
+def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
+    """Erase operators on the device `meta` that compute nothing for the results: torch has called them for the
+    shapes of tangents."""
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.users or node in results:
             continue
-        value, schema = node.meta.get("val"), schema_of(node.target)
-        is_pure = schema is not None and not schema.is_mutable and effect_of(node.target, node.args) is None
+        value = node.meta.get("val")
+        schema = schema_of(node.target)
+        may_write = schema is None or schema.is_mutable
+        is_pure = not may_write and effect_of(node.target, node.args) is None
         if is_pure and isinstance(value, Tensor) and value.is_meta:
             graph.erase_node(node)
 

@@ -35,8 +35,8 @@ class World:
 
 
 Kind = Literal["graph", "shard", "loop", "func", "compile", "autocast"]
-"""What a layer is to the code inside it: a capture, a function of one rank, a loop's body, a function
-that torch.func differentiates or maps, compiled code, or code whose dtypes torch chooses."""
+"""Where a layer puts the code inside it: into a captured graph, on one rank, into a loop's body, into a
+transform of torch.func, into compiled code, or under autocast."""
 
 
 @attrs.frozen(eq=False)

@@ -21,12 +21,12 @@ ROWS = 16
 MAX_DEPTH = 3
 
 _WEIGHTS: dict[Kind | None, int] = {"graph": 5, "shard": 2, "loop": 2}
-"""How often a layer of a kind is drawn, for once of any other: these have state and traces of their own."""
+"""These kinds of layers are drawn so many times as often as others: they keep state between calls."""
 _QUICK = tuple(name for name, layer in LAYERS.items() if not layer.slow for _ in range(_WEIGHTS.get(layer.kind, 1)))
 _SLOW = tuple(name for name, layer in LAYERS.items() if layer.slow)
 _SELDOM = 40
 _PLAIN_CALLS = 6
-"""How often a plain call is drawn, for once of any other occasion: a replay needs a call before it."""
+"""A plain call is drawn so many times as often as another occasion: only a second call replays."""
 _OCCASIONS = (*(["a call"] * (_PLAIN_CALLS - 1)), *OCCASIONS)
 
 
@@ -77,13 +77,17 @@ class Composition:
             if layer.kind is not None:
                 kinds.add(layer.kind)
         if "piecewise" in self.layers and "loop" in kinds and "a custom operator" in self.body.operations:
-            return True  # that is the operator at which a graph is cut, and none can be cut inside a loop
+            return True  # a graph is cut at this operator, and cannot be cut inside a loop
         return any(OPERATIONS[name].refused_in & kinds for name in self.body.operations)
 
     def is_defined(self, occasion: str) -> bool:
-        """Whether anything says what a call means. A tensor that a function keeps inside a transform of torch.func
-        escapes from it; all threads share the levels of forward-mode derivatives, and what a graph lends. Of a tensor
-        that torch.func follows, torch can take no view in inference mode, and it does not compile what reads one."""
+        """Whether the meaning of a call is defined.
+
+        It is not where a function keeps a tensor inside a transform of torch.func, which outlives the transform;
+        where threads call at once what has one state for all, which forward-mode derivatives and borrowed results
+        are; and where torch itself fails: on a view in inference mode, or compiled code, of a tensor that torch.func
+        differentiates.
+        """
         is_transformed = any(layer.kind == "func" for layer in self.table)
         is_followed = is_transformed or OCCASIONS[occasion].kind == "func"
         if is_followed and not {"inference_mode", "torch.compile"}.isdisjoint(self.layers):

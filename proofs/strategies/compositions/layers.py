@@ -543,7 +543,7 @@ LAYERS: dict[str, Layer] = {
     "deepcopy": Layer(lambda f: copy.deepcopy(f), keeps_draws=True),
     "a thread": Layer(
         _in_a_thread,
-        _in_a_thread,  # which draws from the generator of all also where a capture draws from its own
+        _in_a_thread,  # in a capture too, another thread draws from torch's default generator
         refused_in=(frozenset({"shard"}), frozenset({"graph"})),  # another thread's operators are in no trace
     ),
     "torch.compile": Layer(

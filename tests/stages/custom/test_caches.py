@@ -159,8 +159,8 @@ class Counting(nn.Module):
         self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.model(ids, past_key_values=self.cache).logits[:, -1:]
-        return found
+        logits: Tensor = self.model(ids, past_key_values=self.cache).logits[:, -1:]
+        return logits
 
 
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -186,5 +186,5 @@ def test_a_planted_counter_that_nobody_sees_gives_other_logits(kind: str, monkey
     with pytest.raises(CaptureError, match=r"cumulative_length_int of the module changes from 0 to 6"):
         logits(counting(kind), graph=True)
     monkeypatch.setattr(Snapshot, "changes", lambda self, state=frozenset(): iter(()))
-    seen = logits(counting(kind), graph=True)
-    assert float((seen - expected).abs().max()) > 1e-3 * float(expected.abs().max())
+    difference = logits(counting(kind), graph=True) - expected
+    assert float(difference.abs().max()) > 1e-3 * float(expected.abs().max())

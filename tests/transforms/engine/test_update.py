@@ -235,28 +235,28 @@ def names_of_one_tensor() -> list[list[str]]:
 
 @st.composite
 def shifts(draw: st.DrawFn) -> dict[str, float]:
-    """What is added to tensors by their names: some of the model's tensors, each by some of its names."""
-    found = dict[str, float]()
+    """Numbers to add to some tensors of the model, by name; a tied tensor has several names, which may disagree."""
+    shift_of = dict[str, float]()
     several = [names for names in names_of_one_tensor() if len(names) > 1]
     for names in draw(st.lists(st.sampled_from(names_of_one_tensor()) | st.sampled_from(several), max_size=4)):
         for name in draw(st.sets(st.sampled_from(names), min_size=1)):
-            found[name] = draw(st.sampled_from((0.0, 0.01)))
-    return found
+            shift_of[name] = draw(st.sampled_from((0.0, 0.01)))
+    return shift_of
 
 
-def contradict(given: dict[str, float]) -> bool:
+def contradict(shift_of: dict[str, float]) -> bool:
     """Whether two names of one tensor have different values."""
-    values = [{given[name] for name in names if name in given} for names in names_of_one_tensor()]
+    values = [{shift_of[name] for name in names if name in shift_of} for names in names_of_one_tensor()]
     return any(len(each) > 1 for each in values)
 
 
-def check_update(given: dict[str, float]) -> None:
+def check_update(shift_of: dict[str, float]) -> None:
     """The engine then says what transformers says after `load_state_dict`, or refuses two values of one tensor."""
     tensors = reference().state_dict()
-    changed = {name: tensors[name] + shift for name, shift in given.items()}
+    changed = {name: tensors[name] + shift for name, shift in shift_of.items()}
     model = own_copy(weft.load("demo", "cpu", "float32"))
     theirs = copy.deepcopy(reference())
-    if contradict(given):
+    if contradict(shift_of):
         with pytest.raises(RequestError, match="which are one tensor of the model, with different values"):
             Engine(model, graph="none").update(changed)
     else:
@@ -271,8 +271,8 @@ def check_update(given: dict[str, float]) -> None:
 
 @given(shifts())
 @settings(max_examples=15, deadline=None)
-def test_an_update_by_names_is_transformers_or_refused(given: dict[str, float]) -> None:
-    check_update(given)
+def test_an_update_by_names_is_transformers_or_refused(shift_of: dict[str, float]) -> None:
+    check_update(shift_of)
 
 
 def test_an_update_that_takes_the_last_of_two_values_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_a_capture_saves_generators_when_no_other_capture_has_set_them(monkeypat
     alone: list[bool] = []
 
     def noted(*args: Any) -> Any:
-        free = threading.Thread(target=lambda: alone.append(ONE_AT_A_TIME.is_held_by_another_thread()))
+        free = threading.Thread(target=lambda: alone.append(not ONE_AT_A_TIME._lock.acquire(blocking=False)))
         free.start()
         free.join()
         return audit_of(*args)

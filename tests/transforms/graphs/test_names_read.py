@@ -160,8 +160,8 @@ def test_a_function_that_was_replaced_in_an_object_is_captured_anew(case: str, m
 
 @pytest.mark.parametrize("reads", ["_read_elements", "_read_attributes", "_read_part"])
 def test_planted_bugs_are_found(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three ways to read less, the tests above would notice each."""
-    monkeypatch.setattr(outside._Names, reads, lambda *given: None)
+    """Each makes some of the tests above fail."""
+    monkeypatch.setattr(outside._Names, reads, lambda *args: None)
     failed = []
     for test, cases in (
         (test_a_name_that_stands_for_something_else_is_captured_anew, CHANGED),

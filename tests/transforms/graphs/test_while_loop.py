@@ -396,11 +396,15 @@ def test_steps_past_the_end_have_no_derivative(starts: list[float], argnum: int)
 def test_a_row_without_a_step_has_no_derivative_of_another_row() -> None:
     def loop(scale: Tensor, steps: Tensor) -> Tensor:
         start = torch.full((), 0.5) * scale, torch.zeros((), dtype=torch.int64)
-        body = lambda c: (torch.acosh(c[0] * scale), c[1] + 1)  # noqa: E731
-        made: Tensor = while_loop(lambda c: c[1] < steps, body, start, max_steps=4)[0]
-        return made
 
-    by_row = torch.func.vmap(torch.func.grad(loop), in_dims=(None, 0))(torch.ones(()), torch.tensor([2, 0]))
+        def body(carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return torch.acosh(carry[0] * scale), carry[1] + 1
+
+        last: Tensor = while_loop(lambda carry: carry[1] < steps, body, start, max_steps=4)[0]
+        return last
+
+    derivative = torch.func.grad(loop)
+    by_row = torch.func.vmap(derivative, in_dims=(None, 0))(torch.ones(()), torch.tensor([2, 0]))
     assert by_row.isnan().tolist() == [True, False]
     assert by_row[1].item() == 0.5
 
@@ -464,8 +468,8 @@ def of_one_slot(instruction: Instruction, bounds: tuple[int, ...], way: str) -> 
 
 
 def applied(name: str, bounds: tuple[int, ...], way: str) -> LoopBody:
-    known = {operator.name: operator for operator in operators(torch.float64)}
-    return of_one_slot(Apply(known[name]), bounds, way)
+    by_name = {operator.name: operator for operator in operators(torch.float64)}
+    return of_one_slot(Apply(by_name[name]), bounds, way)
 
 
 def unwatched(self: Any, function: Any, name: str, carry: Any, *, is_masked: bool = False) -> Any:

@@ -85,7 +85,7 @@ LONG = 300
 """Characters: more than two blocks of those in which a grammar counts long strings."""
 strings = st.one_of(
     st.sampled_from((5, 5, LONG)).flatmap(
-        lambda largest: _bounds("minLength", "maxLength", largest).map(lambda own: {"type": "string", **own})
+        lambda largest: _bounds("minLength", "maxLength", largest).map(lambda bounds: {"type": "string", **bounds})
     ),
     patterns.map(lambda own: {"type": "string", "pattern": own}),
     st.sampled_from(["date", "time", "date-time", "ipv4", "uuid", "email", "hostname", "duration"]).map(

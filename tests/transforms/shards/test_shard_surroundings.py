@@ -225,7 +225,7 @@ def test_a_tangent_of_a_product_with_a_constant_is_traced_without_its_shapes(aro
 def test_planted_bugs_of_traces_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would notice each of these."""
     with monkeypatch.context() as planted:
-        planted.setattr(tracing, "_erase_shapes_alone", lambda graph, made: None)
+        planted.setattr(tracing, "_erase_shapes_alone", lambda graph, results: None)
         with pytest.raises(RuntimeError, match="setup_context"):
             test_a_tangent_of_a_product_with_a_constant_is_traced_without_its_shapes("vjp")
     with monkeypatch.context() as planted:
@@ -654,6 +654,6 @@ def test_planted_results_without_a_check_are_found(check: str, monkeypatch: pyte
             return True
         return False
 
-    found = find(rank_results(), differs, settings=settings(database=None))
+    broken = find(rank_results(), differs, settings=settings(database=None))
     monkeypatch.undo()
-    check_results(found)
+    check_results(broken)
