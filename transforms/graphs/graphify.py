@@ -59,10 +59,10 @@ def graphify(
 
     What the function reads from outside its arguments is compared at each call as far as that is cheap: tensors that
     were given other memory, parameters of modules that were replaced, globals and nonlocals that name another object,
-    and functions and modules that were replaced among the attributes of an object or in a dict lead to a new capture.
-    Another change inside an object (a number, an element of a list) is not seen, because Python code runs at the
-    capture only; `verify` finds it. One that the recorded run itself makes in a module or in a plain object
-    that the function names, however deep, such as a counter, is refused by its path.
+    and functions and modules that were replaced among the attributes of an object, in a dict, or in a list of nothing
+    else lead to a new capture. Another change inside an object (a number, a tensor in a list) is not seen, because
+    Python code runs at the capture only; `verify` finds it. One that the recorded run itself makes in a module or in a
+    plain object that the function names, however deep, such as a counter, is refused by its path.
 
     `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So code that skips host
     reads inside CUDA graphs skips them in captures on a CPU too.

@@ -4,10 +4,10 @@ A graph reads a closed-over tensor at the address that it had at the capture, an
 compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the objects that the function's globals and
 nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
 function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. Functions
-and modules in dicts and among the attributes of objects are compared too, and the names that they read, and those that
-functions in lists read. On the CPU it also compares the code and the defaults of functions. What else an object holds
-inside (a number, an element of a list) is not compared at calls; `graphify(..., verify=n)` finds such changes. Those
-that the recorded run itself makes are refused at the capture (`PythonState`).
+and modules among the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names that
+they read. On the CPU it also compares the code and the defaults of functions. What else an object holds inside (a
+number, a tensor in a list) is not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the
+recorded run itself makes are refused at the capture (`PythonState`).
 """
 
 import dis
@@ -57,6 +57,8 @@ class Outside:
         self._labels = (*found.labels, *found.cell_labels)
         self._mappings, self._keys, self._values = found.mappings, found.keys, found.values
         self._cells, self._contents = found.cells, found.contents
+        self._registries = found.registries
+        self._entries = [list(_values_in(registry)) for _, registry in self._registries]
         self._functions = found.functions if thorough else []
         self._parts = [list(map(part, self._functions)) for part in _OF_FUNCTIONS]
         self.holds = self._comparison()
@@ -73,6 +75,7 @@ class Outside:
             (bool(self._tensors), self._same_addresses()),
             (bool(self._mappings), _same(dict.get, self._mappings, self._keys, now=self._values)),
             (bool(self._cells), _same(_cell_contents, self._cells, now=self._contents)),
+            (bool(self._registries), self._same_entries()),
         ]
         pairs = zip(_OF_FUNCTIONS, self._parts, strict=True)
         parts += [(bool(self._functions), _same(part, self._functions, now=now)) for part, now in pairs]
@@ -85,6 +88,11 @@ class Outside:
         tensors, addresses = self._tensors, self._addresses
         return lambda: tuple(map(Tensor.data_ptr, tensors)) == addresses
 
+    def _same_entries(self) -> Callable[[], bool]:
+        views = [_values_in(registry) for _, registry in self._registries]
+        entries = self._entries
+        return lambda: list(map(list, views)) == entries
+
     def change(self) -> str:
         """The first change since the capture, in words; empty if there is none. An equal plain value is none, and takes
         the place of the old one."""
@@ -95,6 +103,9 @@ class Outside:
             if not _is_equal(value, held[place]):
                 return f"{label} is another object than at the capture"
             held[place] = value
+        for (label, registry), entries in zip(self._registries, self._entries, strict=True):
+            if list(_values_in(registry)) != entries:
+                return f"{label} has other functions or modules than at the capture"
         for part, captured, name in zip(_OF_FUNCTIONS, self._parts, ("code", "defaults", "defaults"), strict=True):
             for function, own in zip(self._functions, captured, strict=True):
                 if part(function) is not own:
@@ -173,6 +184,8 @@ class _Names:
         self.contents: list[Any] = []
         self.functions: list[types.FunctionType] = []
         self.objects: dict[str, Any] = {}
+        self.registries: list[tuple[str, Any]] = []
+        """The dicts and lists in which there are only functions and modules, with their labels."""
         self._modules: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
 
@@ -184,9 +197,9 @@ class _Names:
         if isinstance(value, nn.Module):
             self._modules[label or type(value).__name__] = value
             self._seen.update(map(id, value.modules()))
-            for part in value.modules():
+            for path, part in value.named_modules():
                 self.read(inspect.getattr_static(type(part), "forward", None), label)
-                self._read_attributes(part, label)
+                self._read_attributes(part, ".".join(filter(None, (label, path))))
         elif isinstance(value, functools.partial):
             self.read(value.func, label)
         elif isinstance(value, types.MethodType):
@@ -216,15 +229,21 @@ class _Names:
 
     def _read_elements(self, container: Any, label: str) -> None:
         """Read the functions in a container."""
+        entries = list(_values_in(container))
+        is_registry = bool(entries) and all(map(_is_known_by_itself, entries))
+        if is_registry and not isinstance(container, tuple):
+            self.registries.append((label, container))
+        mapping = container if isinstance(container, dict) and not is_registry else None
         for step, value in members(container) or ():
-            self._read_part(step.after(label), value, container if isinstance(container, dict) else None, step.key)
+            self._read_part(step.after(label), value, mapping, step.key)
 
     def _read_part(self, label: str, value: Any, mapping: dict[Any, Any] | None, key: Any) -> None:
         """Read a function or a container that `mapping` has under `key`; None: it is in no mapping."""
         is_function = callable(value) and not isinstance(value, type | Tensor)
         if is_function and mapping is not None:
             self._note(label, mapping, key)
-        if (is_function and not isinstance(value, types.BuiltinFunctionType)) or isinstance(value, _CONTAINERS):
+        is_read = is_function and not isinstance(value, types.BuiltinFunctionType)
+        if is_read or (isinstance(value, _CONTAINERS) and value):
             self.read(value, label)
 
     def _read_function(self, function: types.FunctionType) -> None:
@@ -274,6 +293,17 @@ class _Names:
         self.mappings.append(mapping)
         self.keys.append(key)
         self.values.append(mapping.get(key))
+
+
+def _values_in(container: Any) -> Any:
+    """A view of what lies in a dict, list or tuple."""
+    return dict.values(container) if isinstance(container, dict) else container
+
+
+def _is_known_by_itself(value: Any) -> bool:
+    """Whether a value is a function or a module, and equal to nothing but itself."""
+    compares: Any = type(value).__eq__
+    return callable(value) and compares is object.__eq__
 
 
 def _is_foreign(function: types.FunctionType) -> bool:

@@ -137,10 +137,14 @@ def replaced(place: Any, key: str, value: Any) -> Callable[[pytest.MonkeyPatch],
 
 
 FUNCTIONS = {"act": torch.tanh}
+LAYERS = [nn.Tanh(), amplified]
+MIXED: dict[str, Any] = {"calls": 3, "act": amplified}
 REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], None]]] = {
     "a function in a dict": (lambda x: FUNCTIONS["act"](x), replaced(FUNCTIONS, "act", torch.relu)),
     "an attribute of an object": (lambda x: HOLDER.function(x), replaced(HOLDER, "function", torch.relu)),
     "an attribute of a module": (lambda x: ACTIVATED(x), replaced(ACTIVATED, "function", torch.relu)),
+    "a function in a dict with numbers": (lambda x: MIXED["act"](x), replaced(MIXED, "act", torch.relu)),
+    "a module in a list": (lambda x: LAYERS[0](x), lambda monkeypatch: LAYERS.reverse()),
     "a submodule": (lambda x: TOP(x), replaced(TOP._modules, "sub", nn.Tanh())),
     "a submodule of the function itself": (TOP, replaced(TOP._modules, "sub", nn.Tanh())),
 }
