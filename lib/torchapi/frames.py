@@ -7,7 +7,9 @@
   of `Tensor.__reduce_ex__` would affect all threads, and could not see the caller either.
 """
 
+import contextlib
 import sys
+import traceback
 import types
 from typing import Any
 
@@ -62,3 +64,17 @@ def in_pickle() -> bool:
         frame = frame.f_back
     caller = frame.f_back if frame is not None else None
     return caller is not None and caller.f_globals.get("__name__") != "copy"
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop what the frames of an error and of its causes hold: a generator among it ends what it has begun, such as the
+    hooks of `torch.utils.checkpoint`, while torch.compile holds the error itself for longer."""
+    errors: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in errors:
+        errors.append(following)
+        for frame, _ in traceback.walk_tb(following.__traceback__):
+            with contextlib.suppress(RuntimeError):  # a frame that still runs
+                frame.clear()
+                frame.f_locals  # noqa: B018 -- Python 3.11 keeps the dict that it made before, until it is asked again
+        following = following.__cause__ or following.__context__

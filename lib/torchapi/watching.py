@@ -82,7 +82,9 @@ def _takes_the_reference() -> bool:
 
 
 def watched() -> bool:
-    """Whether a watch is active in this thread."""
+    """Whether a watch is active in this thread. None is while torch.compile traces, since no capture lets it."""
+    if torch.compiler.is_dynamo_compiling():  # which cannot trace the question in torch 2.11
+        return False
     included: bool = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
     return included
 

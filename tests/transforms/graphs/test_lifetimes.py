@@ -108,6 +108,22 @@ def test_a_lent_state_outlives_the_next_call_of_a_microbatched_step() -> None:
         assert state.item() == seen
 
 
+@pytest.mark.gpu
+def test_graphs_share_a_pool_though_each_reads_another_tensor_from_outside() -> None:
+    """The second capture must first see that its tensor is older than it, and is recorded twice for that."""
+    sizes = []
+    for same in (True, False):
+        tensors = [torch.ones(1024, 1024, device="cuda") for _ in range(4)]
+        graph = graphify(
+            lambda rows, same=same, tensors=tensors: (rows + tensors[0 if same else len(rows) - 1] * 2)[:1]
+        )
+        for count in (1, 2, 3, 4):
+            graph(torch.ones(count, 1024, 1024, device="cuda"))
+        assert graph.cache_info().captures == 4
+        sizes.append(graph.memory_analysis().graph_bytes)
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_tensor_from_outside_that_is_only_returned_may_change_its_memory(device: str) -> None:
     held = torch.ones(3, device=device)

@@ -1,5 +1,6 @@
 """Functions that eager code runs without a thought replay too; a test that fails names what is still refused or raw."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -246,6 +247,20 @@ def test_it_is_refused_with_its_reason(fn: Callable[..., Any], call: tuple[Any, 
     """A CUDA graph cannot hold these either: the host waits for a value, or torch.compile compiles."""
     with pytest.raises(CaptureError, match=why):
         graphify(fn)(*call)
+
+
+@pytest.mark.parametrize(("fn", "call", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_is_gone_when_it_has_been_handled(fn: Callable[..., Any], call: tuple[Any, ...], why: str) -> None:
+    """With its frames, which hold the arguments; it need not wait until Python collects garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(CaptureError):
+            graphify(fn)(*call)
+        alive = [x for x in gc.get_objects() if isinstance(x, CaptureError)]
+        assert alive == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])

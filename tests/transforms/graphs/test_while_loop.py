@@ -52,6 +52,14 @@ def listed(made: Any) -> list[int]:
     return [int(x) for x in made]
 
 
+@pytest.mark.parametrize("most", [None, 1, 7])
+def test_torch_compile_of_it_is_the_python_loop(most: int | None) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda number: count_steps(number, most), backend="eager")
+    for number in (6, 1):
+        assert listed(compiled(torch.tensor(number))) == python_loop(number, most)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("most", [None, 1, 7, 200])
 def test_one_graph_is_the_python_loop_for_any_number_of_steps(device: str, most: int | None) -> None:

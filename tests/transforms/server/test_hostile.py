@@ -498,7 +498,7 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
 
     def hasty(masks: Masks, compiled: str) -> Any:
         mask: Any = make(masks, compiled)
-        mask.budget = MaskBudget(step_seconds=0.001, burst_seconds=0.002)
+        mask.budget = MaskBudget(step_seconds=1e-6, burst_seconds=1e-6)
         return mask
 
     with served(model, limits=EngineLimits(max_num_reqs=16, max_num_tokens=64, max_model_len=128)) as server:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.frames import compiled_caller
+from weft.torchapi.frames import clear_frames, compiled_caller
 from weft.torchapi.patches import hearing_scripts, signal_capture
 from weft.torchapi.private import WithoutFunctionModes, innermost_storage_id, storage_id, uncompiled
 from weft.torchapi.watching import OperatorWatch
@@ -69,11 +69,6 @@ class Inputs:
     returned: Sequence[weakref.ref[Tensor]] = ()
 
 
-class UnknownTensors(RuntimeError):
-    """A recorded run without a rehearsal read tensors that may be older than it, or may be another thread's results: a
-    rehearsal shows which."""
-
-
 External = weakref.WeakValueDictionary[int, Tensor]
 """Tensors from outside that captures read, by their storages."""
 
@@ -98,6 +93,8 @@ class Audit(OperatorWatch):
 
     Attributes:
         read_earlier: what earlier captures read from outside, to which the recorded run adds.
+        has_unknown: whether the recorded run, which followed no rehearsal, read tensors that may be older than it, or
+            may be another thread's results: one that follows a rehearsal shows which.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class Audit(OperatorWatch):
         self.read_earlier: External = External()
         self._rehearsed: dict[int, Tensor] | None = None
         self._is_recorded = False
-        self._has_unknown = False
+        self.has_unknown = False
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.called: set[str] = set()
         self.launches = 0
@@ -173,9 +170,7 @@ class Audit(OperatorWatch):
                 fault = f"it goes on after an error of an operator, which depends on data: {self._failed}"
                 self.refuse(fault, "choose by values (torch.where), or handle the error outside the function")
         self._refusals.raise_swallowed(error)
-        if error is None and self._is_recorded:
-            if self._has_unknown:
-                raise UnknownTensors
+        if error is None and self._is_recorded and not self.has_unknown:
             self.read_earlier.update(self.external)
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
@@ -250,7 +245,7 @@ class Audit(OperatorWatch):
             raise self.refuse(fault, instead)
         earlier = self.read_earlier.get(storage)
         if earlier is None or storage_id(earlier) != storage:
-            self._has_unknown = True
+            self.has_unknown = True
 
     def _note_returned(self) -> None:
         """Note tensors from outside that the function returned, perhaps without an operator."""
@@ -359,8 +354,9 @@ class Audit(OperatorWatch):
         self.random.rehearse()
         try:
             outputs = self._run(fn)
-        except CaptureError:
+        except CaptureError as error:
             outputs = None
+            clear_frames(error)
         if outputs is None:
             self._undo()
             with signal_capture():
@@ -395,7 +391,7 @@ class Audit(OperatorWatch):
         self._dependent = self._buffers | self.writable
         self.external, self._results, self.launches = {}, [], 0
         self._refusals.made, self._failed = [], ""
-        self._has_unknown = False
+        self.has_unknown = False
 
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""

@@ -156,20 +156,28 @@ class CudaBackend:
     def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
         """Warm up before the first capture of a kind; before later ones only if CUDA refuses a capture without it."""
         kind = (bool(split_at), threading.get_ident())  # each thread has its own library handles
+        pool_user, nbytes = None, 0
         if kind in self._warmed_up:
             try:
-                return self._record(fn, audit, split_at)
+                recording = self._record(fn, audit, split_at)
+                if not audit.has_unknown:
+                    return recording
+                # The allocator forgets a pool that no graph uses, and these graphs may be the first.
+                pool_user, nbytes = recording.pieces, recording.nbytes
+                del recording
             except (CaptureError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
-                pass  # a kernel not loaded yet, a new generator, an unknown tensor; the eager run shows any other cause
+                pass  # a kernel not loaded yet, or a new generator; the eager run shows any other cause
         with looping(self._while_nodes.rehearsal(audit)):
             audit.rehearse(fn)
         self.stream.synchronize()
         self._generators.update((generator_id(g), g) for g in audit.random.generators)
         self._warmed_up.add(kind)
         try:
-            return self._record_or_unroll(fn, audit, split_at)
+            recording = self._record_or_unroll(fn, audit, split_at)
+            del pool_user
+            return attrs.evolve(recording, nbytes=recording.nbytes + nbytes)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:

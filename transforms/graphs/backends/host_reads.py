@@ -219,8 +219,14 @@ class Refusals:
         if _NUMBER_ON_A_GPU in str(error):
             fault = "torch passes a number on a GPU from one operator to the next, which Python code cannot receive"
             raise self.refuse(fault, REMEDY) from error
-        if self.made and error is not self.made[0] and (error is None or isinstance(error, Exception)):
-            raise self.made[0] from error
+        first, self.made = next(iter(self.made), None), []
+        try:
+            if first is not None and error is not first and (error is None or isinstance(error, Exception)):
+                raise first from error
+        finally:
+            # An error holds its frames. If they held it too, both would live until Python collects its garbage, and
+            # with them the caller's tensors, and what a generator in one of the frames would close.
+            del first, error
 
 
 def user_line() -> str:

@@ -25,7 +25,7 @@ from weft.torchapi.private import (
     unseen,
 )
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.audit import Audit, External, UnknownTensors
+from weft.transforms.graphs.backends.audit import Audit, External
 from weft.transforms.graphs.backends.loops import looping, split_in_loop
 from weft.transforms.graphs.backends.operators import (
     ONLY_MEMORY,
@@ -244,9 +244,11 @@ class TapeBackend:
             if not self._warm:
                 self._warm.append(True)
                 audit.rehearse(fn)
-            # Drawn from for the first time, or made by the function; and tensors that another thread may have made.
-            with suppress(UnknownGenerator, UnknownTensors):
-                return _record(fn, audit, split_at)
+            with suppress(UnknownGenerator):  # drawn from for the first time, or made by the function
+                recording = _record(fn, audit, split_at)
+                if not audit.has_unknown:
+                    return recording
+                del recording
             audit.rehearse(fn)
             return _record(fn, audit, split_at)
 
