@@ -9,6 +9,7 @@ from weft.proofs.mutants.graphs import GRAPHS
 from weft.proofs.mutants.loops import LOOPS
 from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.mutants.shards import SHARDS
+from weft.proofs.mutants.steps import STEPS
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.audit import Audit
 
@@ -17,14 +18,35 @@ NAMES = (
     "a capture draws from the default generator",
     "a refusal that the function swallows is forgotten",
     "a torch.func transform is not inlined",
-    "a loop runs one step",
     "what may draw counts as a draw",
     "parts are joined backwards",
     "a collective has no gradient",
     "what is closed over has no derivative",
+    "nothing outside is compared",
+    "a name that is bound anew is not seen",
+    "tensors of inference mode are written outside it",
+    "new state is not written",
+    "the state is not restored",
+    "the key forgets shapes",
+    "the key forgets strides",
+    "the fast path checks no tensor",
+    "results are borrowed",
+    "a replay reads its capture's inputs",
+    "a split operator is not run again",
+    "a loop runs one step",
+    "a loop runs a step whatever holds",
+    "a loop's counter is a constant",
+    "a sum over the ranks is missing",
+    "in a graph, a sum is missing",
+    "tensors are permuted backwards",
+    "hooks see the trace",
+    "a detached value has a gradient",
+    "a trace is found without its shapes",
+    "micro-batches run backwards",
+    "outputs are joined backwards",
 )
 _NESTS = find("L25", "nests of transforms")
-_PLANTED = {mutant.name: mutant for mutant in (*CAPTURES, *GRAPHS, *LOOPS, *SHARDS)}
+_PLANTED = {mutant.name: mutant for mutant in (*CAPTURES, *GRAPHS, *LOOPS, *SHARDS, *STEPS)}
 
 
 def _nothing(*args: Any) -> None:

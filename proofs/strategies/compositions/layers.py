@@ -154,6 +154,14 @@ def _sum_added(function: Function) -> Function:
     return whole
 
 
+def _first_added_to_second(function: Function) -> Function:
+    def whole(x: Tensor) -> Tensor:
+        first, second = _halves_of(function, x)
+        return torch.cat([first, second + first])
+
+    return whole
+
+
 def _quarters_exchanged(function: Function) -> Function:
     """Each rank keeps the first half of its result and swaps the second: all_to_all on two ranks."""
 
@@ -277,10 +285,10 @@ def _indexed(function: Function) -> Function:
 
 
 def _loop_by_data(function: Function) -> Function:
-    """As many steps as the argument says: one or three."""
+    """As many steps as the argument says: none or three."""
 
     def loop(x: Tensor) -> Tensor:
-        length = torch.where(x.detach().sum() > 0, 3, 1)
+        length = torch.where(x.detach().sum() > 0, 3, 0)
         start = torch.zeros((), dtype=torch.int64, device=x.device)
         return while_loop(
             lambda carry: carry[1] < length,
@@ -294,9 +302,37 @@ def _loop_by_data(function: Function) -> Function:
 
 def _repeated_by_data(function: Function) -> Function:
     def repeat(x: Tensor) -> Tensor:
-        for _ in range(3 if bool(x.detach().sum() > 0) else 1):
+        if not bool(x.detach().sum() > 0):
+            return x.clone()
+        for _ in range(3):
             x = function(x)
         return x
+
+    return repeat
+
+
+def _swapping_loop(function: Function) -> Function:
+    """Each step's first tensor is the second of the step before."""
+
+    def loop(x: Tensor) -> Tensor:
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        first, second, _ = while_loop(
+            lambda carry: carry[2] < _STEPS,
+            lambda carry: (carry[1], function(carry[0]), carry[2] + 1),
+            (x, x.flip(0), start),
+            max_steps=_STEPS,
+        )
+        return first - second
+
+    return loop
+
+
+def _swapped(function: Function) -> Function:
+    def repeat(x: Tensor) -> Tensor:
+        first, second = x.clone(), x.flip(0)
+        for _ in range(_STEPS):
+            first, second = second, function(first)
+        return first - second
 
     return repeat
 
@@ -451,8 +487,8 @@ LAYERS: dict[str, Layer] = {
         divides=True,
     ),
     "shard, ppermute": Layer(
-        _sharded(lambda f, x: ppermute(f(x), _AXIS, [(0, 1), (1, 0)]), Shard(0), Shard(0)),
-        lambda f: lambda x: torch.cat(_halves_of(f, x)[::-1]),
+        _sharded(lambda f, x: (lambda y: y + ppermute(y, _AXIS, [(0, 1)]))(f(x)), Shard(0), Shard(0)),
+        _first_added_to_second,
         uses=("shard", "ppermute"),
         kind="shard",
         divides=True,
@@ -501,6 +537,9 @@ LAYERS: dict[str, Layer] = {
     ),
     "while_loop, as long as data say": Layer(
         _loop_by_data, _repeated_by_data, uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)
+    ),
+    "while_loop, swapping": Layer(
+        _swapping_loop, _swapped, uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)
     ),
     "vmap": Layer(_mapped, _by_halves, _mapped, divides=True, kind="func"),
     "grad": Layer(_gradient, _gradient, kind="func"),

@@ -1,6 +1,5 @@
 """The occasions on which a composition is called, and what is compared after each."""
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, func
 
 from weft.proofs.strategies.compositions.bodies import Body, Built, Function, Kind, World
+from weft.torchapi.frames import clear_frames
 from weft.transforms.graphs.graphify import graphify
 
 Nest = Callable[[Function], Function]
@@ -112,14 +112,18 @@ def _in_threads_at_once(subject: Subject, x: Tensor) -> Any:
 
 
 def _after_an_error(subject: Subject, x: Tensor) -> Any:
-    with contextlib.suppress(Exception):
+    before = subject.whole(x.clone())
+    try:
         subject.whole(torch.ones(3, 5, 7, device=x.device))
-    return subject.whole(x)
+    except Exception as error:
+        clear_frames(error)
+    return before, subject.whole(x)
 
 
 def _after_a_change(subject: Subject, x: Tensor) -> Any:
+    before = subject.whole(x.clone())
     subject.built.change()
-    return subject.whole(x)
+    return before, subject.whole(x)
 
 
 def _with_a_kept_result(subject: Subject, x: Tensor) -> Any:
@@ -128,16 +132,17 @@ def _with_a_kept_result(subject: Subject, x: Tensor) -> Any:
 
 
 def _without_gradients(subject: Subject, x: Tensor) -> Any:
+    before = subject.whole(x.clone())
     with torch.no_grad():
-        return subject.whole(x)
+        return before, subject.whole(x)
 
 
 def _with_more_rows(subject: Subject, x: Tensor) -> Any:
-    return subject.whole(torch.cat([x, 1 - x]))
+    return subject.whole(x.clone()), subject.whole(torch.cat([x, 1 - x]))
 
 
 def _with_another_layout(subject: Subject, x: Tensor) -> Any:
-    return subject.whole(x.t().contiguous().t())
+    return subject.whole(x.clone()), subject.whole(x.t().contiguous().t())
 
 
 @attrs.frozen(eq=False)
@@ -164,11 +169,11 @@ OCCASIONS: dict[str, Occasion] = {
     "backward under hooks": Occasion(_backward_under_hooks),
     "the derivative by what it closes over": Occasion(_derivative_by_what_it_closes_over, kind="func"),
     "calls in threads at once": Occasion(_in_threads_at_once, keeps_draws=False),
-    "a call after an error": Occasion(_after_an_error, keeps_draws=False),
-    "a call after a change outside": Occasion(_after_a_change),
+    "calls before and after an error": Occasion(_after_an_error, keeps_draws=False),
+    "calls before and after a change outside": Occasion(_after_a_change),
     "two calls, whose first result is kept": Occasion(_with_a_kept_result),
-    "a call without gradients": Occasion(_without_gradients),
-    "a call with more rows": Occasion(_with_more_rows),
-    "a call with another layout": Occasion(_with_another_layout),
+    "a call, and one without gradients": Occasion(_without_gradients),
+    "a call, and one with more rows": Occasion(_with_more_rows),
+    "a call, and one with another layout": Occasion(_with_another_layout),
 }
 """How a composition is called, by name."""
