@@ -39,7 +39,6 @@ NAMES = (
     "a sum over the ranks is missing",
     "in a graph, a sum is missing",
     "tensors are permuted backwards",
-    "hooks see the trace",
     "a detached value has a gradient",
     "a trace is found without its shapes",
     "micro-batches run backwards",

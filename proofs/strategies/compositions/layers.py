@@ -311,6 +311,16 @@ def _repeated_by_data(function: Function) -> Function:
     return repeat
 
 
+def _tried_and_repeated_by_data(function: Function) -> Function:
+    """The same, of a function that torch can run: one that records a loop runs its body though there is no step."""
+
+    def repeat(x: Tensor) -> Tensor:
+        function(x.clone())
+        return _repeated_by_data(function)(x)
+
+    return repeat
+
+
 def _swapping_loop(function: Function) -> Function:
     """Each step's first tensor is the second of the step before."""
 
@@ -536,7 +546,12 @@ LAYERS: dict[str, Layer] = {
         refused_in=(frozenset({"shard"}), _CHANGES_DTYPE),  # an index is read on the host there
     ),
     "while_loop, as long as data say": Layer(
-        _loop_by_data, _repeated_by_data, uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)
+        _loop_by_data,
+        _repeated_by_data,
+        _tried_and_repeated_by_data,
+        uses=("while_loop",),
+        kind="loop",
+        refused_in=(_CHANGES_DTYPE,),
     ),
     "while_loop, swapping": Layer(
         _swapping_loop, _swapped, uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)

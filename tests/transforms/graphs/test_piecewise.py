@@ -56,3 +56,17 @@ def test_operators_in_every_way_to_name_them(given: Any) -> None:
     assert decorated(torch.tensor([3.0, 1.0])).tolist() == [3, 7]
     assert decorated.num_pieces() == (2,)
     assert decorated.__name__ == "decorated"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_operator_at_which_it_is_cut_may_be_in_inference_mode(device: str) -> None:
+    """Its results lie in tensors of inference mode, and a replay writes them outside of it."""
+
+    @weft.piecewise(split_at="aten::sort")
+    def step(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return sorts(x)
+
+    for first in (3.0, 5.0, 2.0):
+        x = torch.tensor([first, 1.0, 4.0], device=device)
+        assert torch.equal(step(x), sorts(x))

@@ -270,12 +270,14 @@ class _Session(OperatorWatch):
         # A capture only records, so the piece must run before the operator can read its values.
         self._run_last_piece()
         result = self.pass_on(func, args, kwargs)
-        call = tree_map(lambda x: unowned(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        with torch.inference_mode(False):  # replays run outside it, where its tensors cannot be written
+            call = tree_map(lambda x: unowned(x) if isinstance(x, Tensor) else x, (args, kwargs))
         self._begin()
         # Allocated in the pool, so that a later piece may reuse the memory once the function has dropped the result.
         targets = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, result)
         self._results = tuple(tensors_in(result))
-        self._before = SplitCall(func, call[0], call[1], tuple(unowned(t) for t in tensors_in(targets)))
+        with torch.inference_mode(False):
+            self._before = SplitCall(func, call[0], call[1], tuple(unowned(t) for t in tensors_in(targets)))
         return targets
 
     def _begin(self) -> None:
