@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from weft.torchapi.frames import clear_frames
 from weft.torchapi.private import innermost
 
 _WITHOUT_VALUES = (
@@ -43,6 +43,11 @@ def reads_values(error: BaseException) -> bool:
     return any(word in text for word in _WITHOUT_VALUES)
 
 
+def makes_subclass(error: BaseException) -> bool:
+    """Whether an error says that a fake tensor cannot become one of another subclass of Tensor."""
+    return "creating a new tensor subclass" in str(error).lower()
+
+
 def is_fault_of_torch(error: BaseException) -> bool:
     """Whether torch says that an error is one of its own."""
     return "INTERNAL ASSERT FAILED" in str(error)
@@ -67,18 +72,8 @@ def keeping_dispatch_keys() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            _clear_frames_of_torch(error)
+            clear_frames(error, _FOLDER_OF_TORCH)
             raise
-
-
-def _clear_frames_of_torch(error: BaseException | None) -> None:
-    """Drop the local variables of torch's functions from an error and from those that led to it."""
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename.startswith(_FOLDER_OF_TORCH):
-                with contextlib.suppress(RuntimeError):  # it still runs
-                    frame.clear()
-        error = error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager

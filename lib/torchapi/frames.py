@@ -66,15 +66,21 @@ def in_pickle() -> bool:
     return caller is not None and caller.f_globals.get("__name__") != "copy"
 
 
-def clear_frames(error: BaseException) -> None:
-    """Drop what the frames of an error and of its causes hold: a generator among it ends what it has begun, such as the
-    hooks of `torch.utils.checkpoint`, while torch.compile holds the error itself for longer."""
+def clear_frames(error: BaseException, folder: str = "") -> None:
+    """Drop what the frames of an error and of its causes hold: a generator or a guard among it ends what it has begun,
+    such as the hooks of `torch.utils.checkpoint`, though the error itself is kept.
+
+    Args:
+        error: the error. Its frames that still run are left as they are.
+        folder: only the frames of code in files whose path begins with this.
+    """
     errors: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in errors:
         errors.append(following)
         for frame, _ in traceback.walk_tb(following.__traceback__):
-            with contextlib.suppress(RuntimeError):  # a frame that still runs
-                frame.clear()
-                frame.f_locals  # noqa: B018 -- Python 3.11 keeps the dict that it made before, until it is asked again
+            if frame.f_code.co_filename.startswith(folder):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+                    frame.f_locals  # noqa: B018 -- Python 3.11 keeps the dict that it made before, until asked again
         following = following.__cause__ or following.__context__

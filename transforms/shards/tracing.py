@@ -23,6 +23,7 @@ from weft.torchapi.faking import (
     is_fake_of,
     is_fault_of_torch,
     keeping_dispatch_keys,
+    makes_subclass,
     reads_values,
     without_saved_tensors_hooks,
 )
@@ -136,6 +137,9 @@ def trace(
                 raise CaptureError(
                     recorder.call, seen, "the operator that the traceback names, outside the shard"
                 ) from error
+            if makes_subclass(error):
+                seen = f"rank {rank} makes a tensor of a subclass of Tensor, which may redefine any operator"
+                raise CaptureError(recorder.call, seen, "plain tensors inside, and the subclass around it") from error
             if not reads_values(error):
                 raise
             seen = f"rank {rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"

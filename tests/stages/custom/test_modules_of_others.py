@@ -125,7 +125,9 @@ def test_what_a_graph_cannot_hold_of_transformers_is_refused_with_a_remedy() -> 
         graphify(made.stage)(made.params, made.state, TEXT, None)
     longformer = transformers.LongformerConfig(**SMALL, attention_window=4, max_position_embeddings=64)
     made = from_module(transformers.LongformerModel(longformer))
-    with pytest.raises(CaptureError, match=r"a boolean mask.*\n.*modeling_longformer.*\n.*instead: .*torch\.where"):
+    # Where a mask chooses what one number is written to, torch 2.15 needs no shape that depends on data.
+    why = r"(a boolean mask|Tensor\.item).*\n.*modeling_longformer.*\n.*instead: .*torch\.where"
+    with pytest.raises(CaptureError, match=why):
         graphify(made.stage)(made.params, made.state, TEXT, None)
 
 

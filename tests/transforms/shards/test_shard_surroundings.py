@@ -368,6 +368,9 @@ def test_a_subclass_of_tensor_is_refused() -> None:
     seen = "a tensor that it closes over is a Named, a subclass of Tensor, which may redefine any operator"
     with refused(CaptureError, "weft.shard(<any>, ...)", seen, instead):
         by_rows(lambda x: x * weight)(X)
+    seen = "rank 0 makes a tensor of a subclass of Tensor, which may redefine any operator"
+    with refused(CaptureError, "weft.shard(<any>, ...)", seen, "plain tensors inside, and the subclass around it"):
+        by_rows(lambda x: (x.as_subclass(Named) * 2).as_subclass(torch.Tensor))(X)
 
 
 WEIGHT = torch.tensor([3.0, 4.0])
