@@ -164,6 +164,7 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
     returned = {place: index for place, index in origins if index is not None}
+    _separate_elements(graph)
     storages = _written(graph)
     _allow_other_strides(graph, storages)
     written = frozenset(index for node, index in inputs.items() if _storage(node) in storages)
@@ -374,6 +375,16 @@ def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
         is_pure = not may_write and effect_of(node.target, node.args) is None
         if is_pure and isinstance(value, Tensor) and value.is_meta:
             graph.erase_node(node)
+
+
+def _separate_elements(graph: Graph) -> None:
+    """Give each element of a tangent memory of its own. In a trace torch makes a tangent like zeros that it has
+    expanded from one element, where otherwise it makes it like zeros without memory; and then writes to it."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._new_zeros_with_same_feature_meta.default):
+        value = node.meta["val"]
+        if any(size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True)):
+            node.target = torch.ops.aten.new_zeros.default
+            node.args, node.kwargs = (node.args[0], list(value.shape)), {}
 
 
 def _draws(node: Node) -> bool:

@@ -34,9 +34,9 @@ class World:
     memory: dict[str, Tensor] = attrs.field(factory=dict)
 
 
-Kind = Literal["graph", "shard", "loop", "func", "compile", "autocast"]
+Kind = Literal["graph", "shard", "loop", "func", "autograd", "compile", "autocast"]
 """Where a layer puts the code inside it: into a captured graph, on one rank, into a loop's body, into a
-transform of torch.func, into compiled code, or under autocast."""
+transform of torch.func, before a backward pass, into compiled code, or under autocast."""
 
 
 @attrs.frozen(eq=False)

@@ -83,17 +83,17 @@ class Composition:
     def is_defined(self, occasion: str) -> bool:
         """Whether the meaning of a call is defined.
 
-        It is not where a function keeps a tensor inside a transform of torch.func, which outlives the transform;
-        where threads call at once what has one state for all, which forward-mode derivatives and borrowed results
-        are; and where torch itself fails: on a view in inference mode, or compiled code, of a tensor that torch.func
-        differentiates.
+        It is not where a function keeps a tensor inside a transform of torch.func, which outlives the transform, or in
+        a loop that may have no step, whose body is recorded all the same; where threads call at once what has one state
+        for all, which forward-mode derivatives and borrowed results are; and where torch itself fails: on a view in
+        inference mode, or compiled code, of a tensor that torch.func differentiates.
         """
         is_transformed = any(layer.kind == "func" for layer in self.table)
         is_followed = is_transformed or OCCASIONS[occasion].kind == "func"
         if is_followed and not {"inference_mode", "torch.compile"}.isdisjoint(self.layers):
             return False
         keeps = "remembers its first argument" in self.body.operations
-        if is_transformed and keeps:
+        if keeps and (is_transformed or "while_loop, as long as data say" in self.layers):
             return False
         is_shared = "jvp" in self.layers or any(layer.lends for layer in self.table)
         return not (is_shared and occasion == "calls in threads at once")

@@ -339,7 +339,7 @@ def _swapping_loop(function: Function) -> Function:
 
 def _swapped(function: Function) -> Function:
     def repeat(x: Tensor) -> Tensor:
-        first, second = x.clone(), x.flip(0)
+        first, second = x, x.flip(0)
         for _ in range(_STEPS):
             first, second = second, function(first)
         return first - second
@@ -524,7 +524,8 @@ LAYERS: dict[str, Layer] = {
         _repeated(2),
         uses=("pipeline",),
         slow=True,
-        refused_in=(frozenset({"graph"}), frozenset({"func"}), frozenset({"shard"})),
+        # In a step of a loop that is watched for writes, as in a capture, another thread is not seen.
+        refused_in=(frozenset({"graph"}), frozenset({"func"}), frozenset({"shard"}), frozenset({"loop"})),
     ),
     "Transform": Layer(_counted, uses=("Transform",), keeps_draws=True),
     "while_loop": Layer(
@@ -532,8 +533,13 @@ LAYERS: dict[str, Layer] = {
         _repeated(_STEPS),
         uses=("while_loop",),
         kind="loop",
-        # Without a bound, nothing repeats in the first two.
-        refused_in=(frozenset({"graph", "func"}), frozenset({"shard"}), _CHANGES_DTYPE),
+        # Without a bound, nothing repeats in the first three.
+        refused_in=(
+            frozenset({"graph", "func"}),
+            frozenset({"graph", "autograd"}),
+            frozenset({"shard"}),
+            _CHANGES_DTYPE,
+        ),
     ),
     "while_loop, max_steps": Layer(
         _counting_loop(_STEPS + 2), _repeated(_STEPS), uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)
@@ -561,7 +567,7 @@ LAYERS: dict[str, Layer] = {
     "jvp": Layer(_tangent, _tangent, kind="func"),
     "vjp": Layer(_cotangent, _cotangent, kind="func"),
     "jacrev": Layer(_jacobian, _jacobian, kind="func"),
-    "autograd": Layer(_autograd, _autograd, keeps_draws=True, refused_in=(frozenset({"shard"}),)),
+    "autograd": Layer(_autograd, _autograd, keeps_draws=True, kind="autograd", refused_in=(frozenset({"shard"}),)),
     "checkpoint": Layer(_checkpointed, _checkpointed, keeps_draws=True),
     "saved-tensor hooks": Layer(
         _inside(lambda x: _HOOKS(lambda t: t.clone(), lambda t: t)),

@@ -158,6 +158,13 @@ def test_what_is_made_anew_in_each_call_is_read_anew() -> None:
     assert step(torch.ones(4)).tolist() == [3, 4, 3, 4]
 
 
+SCALE = torch.tensor(3.0)
+
+
+def jvp_by_ones(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: func.jvp(f, (x,), (torch.ones_like(x),))[1]
+
+
 DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
     "detach": lambda x: x * x.detach(),
     "detach_": lambda x: x * (x * 3).detach_(),
@@ -165,7 +172,9 @@ DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
     "a result that autograd saves": lambda x: torch.tanh(x) * x.detach(),
     "inside a derivative": lambda x: func.grad(lambda y: (torch.tanh(y) * y.detach()).sum())(x),
     "inside vmap": lambda x: torch.vmap(lambda y: torch.tanh(y) * y.detach())(x),
-    "inside jvp": lambda x: func.jvp(lambda y: torch.tanh(y) * y, (x,), (torch.ones_like(x),))[1],
+    "inside jvp": lambda x: jvp_by_ones(lambda y: torch.tanh(y) * y)(x),
+    "inside jvp twice": lambda x: jvp_by_ones(jvp_by_ones(lambda y: torch.tanh(y) * y * 2))(x),
+    "inside jvp twice, of a product": lambda x: jvp_by_ones(jvp_by_ones(lambda y: y * SCALE))(x) + x,
 }
 
 
