@@ -1,5 +1,6 @@
 """`load_adapter` against PEFT: the logits of a model with one adapter, of any targets, ranks and scalings."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,14 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
 
 
+def assert_near_to_peft(found: Tensor, model: Any) -> None:
+    """As near to PEFT's logits in float64 as to other float32 logits, or as PEFT's own in float32: a large scaling
+    makes the sums inside much larger than the logits."""
+    exact = theirs(copy.deepcopy(model).double())
+    error, error_of_peft = (float((logits - exact).abs().max()) for logits in (found, theirs(model)))
+    assert error <= max(TOLERANCE * float(exact.abs().max()), 4 * error_of_peft)
+
+
 @st.composite
 def lora_fields(draw: st.DrawFn, dense: bool = True) -> dict[str, Any]:
     """Fields of PEFT's LoraConfig: any targets, ranks, scalings and layers. For a model with experts, only targets in
@@ -153,7 +162,7 @@ def test_logits_are_those_of_peft(
     model = weft.load(folders[name], "cpu")
     adapter = weft.load_adapter(model, folder)
     found = logits(model, [adapter], 0, num_stages)
-    assert_near(found, theirs(peft_model))
+    assert_near_to_peft(found, peft_model)
     with peft_model.disable_adapter():
         base = theirs(peft_model)
     assert_near(logits(model, [adapter], -1, num_stages), base)
