@@ -72,7 +72,7 @@ def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
 
 def _containers(path: str, node: Any) -> Iterator[Container]:
     children = [] if type(node) is Size else _children(node)
-    if children and not isinstance(node, tuple) and node_fields(type(node)) is None:
+    if not isinstance(node, tuple) and node_fields(type(node)) is None and pytree_node(type(node)) is not None:
         yield path, node, children
     for index, child in enumerate(children):
         if type(child) is not Tensor:

@@ -159,8 +159,13 @@ def clone(tree: T) -> T:
     >>> copied = clone({"embedding": weight, "head": weight, "first row": weight[0]})
     >>> copied["head"] is copied["embedding"], copied["first row"].data_ptr() == copied["head"].data_ptr()
     (True, True)
+
+    Raises:
+        DonatedError: a tensor was donated before, so that its values are new ones.
     """
     leaves, structure = tree_flatten(tree)
+    for leaf in leaves:
+        refuse_donated(leaf, call="weft.clone(tree)")
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     copies: dict[int, Tensor] = {}
     for sharing in _by_storage(tensors.values()):

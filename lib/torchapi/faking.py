@@ -19,6 +19,10 @@ _WITHOUT_VALUES = (
     "data-dependent",
     "dynamicoutputshape",
     "tensor subclasses",
+    "tracing tensor",
+    "symfloat",
+    "symint",
+    "symbool",
     "its data is not allocated yet",
 )
 """Words of the errors that torch raises where a fake tensor would have to have values."""

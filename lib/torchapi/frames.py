@@ -8,9 +8,11 @@
 """
 
 import contextlib
+import inspect
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,6 +66,33 @@ def in_pickle() -> bool:
         frame = frame.f_back
     caller = frame.f_back if frame is not None else None
     return caller is not None and caller.f_globals.get("__name__") != "copy"
+
+
+def custom_function(below: str) -> type | None:
+    """The class of the innermost `torch.autograd.Function` whose `forward` runs above the innermost frame of the module
+    `below`; None if none runs. No frame tells of its `apply`, which is no Python."""
+    kinds = {
+        code: kind for kind in _subclasses(torch.autograd.Function) if (code := _code_of_forward(kind)) is not None
+    }
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != below:
+        if (kind := kinds.get(frame.f_code)) is not None:
+            return kind
+        frame = frame.f_back
+    return None
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    nearest: list[type] = kind.__subclasses__()
+    for below in nearest:
+        yield below
+        yield from _subclasses(below)
+
+
+def _code_of_forward(kind: Any) -> types.CodeType | None:
+    """The code of a Function's `forward`, also if a decorator wraps it."""
+    code: types.CodeType | None = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code
 
 
 def clear_frames(error: BaseException, folder: str = "") -> None:

@@ -81,6 +81,10 @@ def uncompiled(function: F) -> F:
     return function
 
 
+ZEROS_OF_A_TANGENT: Any = torch.ops.aten._new_zeros_with_same_feature_meta.default
+"""The operator by which forward-mode derivatives make the memory of a tangent: zeros in the layout of another."""
+
+
 def is_higher_order(func: Any) -> bool:
     """Whether an operator takes functions as arguments, as torch.cond does."""
     return isinstance(func, HigherOrderOperator)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, Self, TypeVar
@@ -236,8 +237,11 @@ class Graphified(Generic[P, R]):
         return [*tree_leaves(taken), *call.reference_leaves[call.num_donated :]]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, which becomes the first argument and part of the key."""
-        return self if instance is None else Method(self, instance)
+        """Bind to an instance, which becomes the first argument and part of the key, if the function itself would: a
+        bound method and a callable object do not."""
+        fn = self._graphable.fn
+        binds = hasattr(type(fn), "__get__") and not isinstance(fn, types.MethodType)
+        return Method(self, instance) if binds and instance is not None else self
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Make a call whose arguments serve as examples: nothing in it is donated."""

@@ -22,7 +22,7 @@ class _OfOtherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(live: Tensor, x: Tensor) -> Tensor:
-        if not live.dim():
+        if not live.dim() or not live.numel():
             return x.clone()
         rows = x.flatten(0, live.dim() - 1)
         first = live.flatten().to(torch.int64).argmax()[None]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_int, kind_of
-from weft.donation import donated_argnames
+from weft.donation import donated_argnames, refuse_donated
 from weft.errors import CaptureError, ProgramError
+from weft.torchapi.faking import reads_values
 from weft.torchapi.private import (
     in_dispatch_mode,
     in_functorch_transform,
@@ -128,9 +129,16 @@ def _value(flag: Tensor) -> bool:
 
 
 def _holds_anywhere(flags: Tensor) -> bool | None:
-    """Whether a condition holds in any row of `vmap`; None where it has no value."""
+    """Whether a condition holds in any row of `vmap`; None where it has no value, as in a trace."""
     rows = innermost(flags)
-    return None if is_fake(rows) else bool(rows.any().item())
+    if is_fake(rows):
+        return None
+    try:
+        return bool(rows.any().item())
+    except RuntimeError as error:
+        if not reads_values(error):
+            raise
+        return None
 
 
 class _Underivable(torch.autograd.Function):
@@ -168,6 +176,8 @@ class _Loop:
 
     def start(self, init: Any) -> Any:
         """Run the loop, or record it in the capture around it."""
+        for x in _tensors(init):
+            refuse_donated(x, call=self.call)
         looper = current_looper()
         if looper is None:
             return self.run(init)

@@ -42,7 +42,7 @@ from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.results import PlacedResult, place_results, refuse_unlike
 from weft.transforms.shards.surroundings import ClosedOver, wrapped_tensors
-from weft.transforms.shards.tracing import Trace, trace
+from weft.transforms.shards.tracing import Trace, has_strides, refuse_layout, trace
 from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from weft.value_keys import value_key
 
@@ -174,6 +174,9 @@ class Sharded:
     def _check_tensors(self, arg: Any, index: int) -> None:
         """Raise CaptureError for a tensor whose class may redefine operators. A trace would not call them."""
         leaves = tree_leaves(arg)
+        if any(isinstance(leaf, Tensor) and not has_strides(leaf) for leaf in leaves):
+            for name, leaf in leaves_with_names(arg):
+                refuse_layout(leaf, f"args[{index}]{name}", self._call)
         if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in leaves):
             known = [None if isinstance(leaf, Tensor) and is_fake(leaf) else leaf for leaf in leaves]
             check_tensors(known, self._call, lambda: [f"args[{index}]{name}" for name, _ in leaves_with_names(arg)])
@@ -203,12 +206,14 @@ class Sharded:
     def _trace(self, given: Parts) -> Traces:
         flat = [tree_flatten(own) for own in given.by_rank]
         every = [leaf for leaves, _ in flat for leaf in leaves]
-        grads = in_functorch_transform() or (
+        is_transformed = in_functorch_transform()
+        grads = is_transformed or (
             torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in every)
         )
         structures = tuple(structure for _, structure in flat)
         device = default_device()
-        key = structures, tuple(map(_leaf_key, every)), grads, is_batch_invariant(), device, switches()
+        modes = grads, is_transformed, is_batch_invariant(), device, switches()
+        key = structures, tuple(map(_leaf_key, every)), modes
         found = self._traces.get(key)
         if found is None or found.closed_over.has_changed():
             found = self._make_traces(flat, grads)

@@ -27,8 +27,10 @@ from weft.torchapi.faking import (
     reads_values,
     without_saved_tensors_hooks,
 )
+from weft.torchapi.frames import custom_function
 from weft.torchapi.private import (
     VIEWS,
+    ZEROS_OF_A_TANGENT,
     DispatchMode,
     FunctionMode,
     default_device,
@@ -131,7 +133,7 @@ def trace(
             surroundings.enter_context(inner)
         try:
             result, result_structure = tree_flatten(fn(*tree_unflatten(arguments, structure)))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             if is_fault_of_torch(error):
                 seen = f"a fault of torch in its trace on rank {rank}: {str(error).splitlines()[0]:.160}"
                 raise CaptureError(
@@ -142,9 +144,11 @@ def trace(
                 raise CaptureError(recorder.call, seen, "plain tensors inside, and the subclass around it") from error
             if not reads_values(error):
                 raise
-            seen = f"rank {rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"
-            raise CaptureError(recorder.call, seen, "torch.where, or a Python argument") from error
-        made = tuple(recorder.node_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result)
+            raise recorder.refuse_read(error) from error
+        if recorder.reads:
+            raise recorder.refuse_read(recorder.reads[0]) from recorder.reads[0]
+        made = tuple(map(recorder.in_graph, result))
+        recorder.refuse_backward()
     del arguments, result
     with without_modes():  # of a trace around this one, which would take these tensors for closed-over ones
         return _finished(recorder, made, result_structure)
@@ -216,6 +220,10 @@ class Recorder(DispatchMode):
         self._has_fake_arguments = False
         self._nodes = dict[int, tuple[Tensor, Node]]()
         self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
+        self._leaves = list[Tensor]()
+        self.reads = list[Exception]()
+        """The errors of reads of values, which end the trace though the function goes on after one."""
+        self._is_transformed = in_functorch_transform()
 
     def argument(self, like: Tensor) -> Tensor:
         """A fake tensor for an argument."""
@@ -231,6 +239,7 @@ class Recorder(DispatchMode):
                 self._refuse_fake(tensor)
             else:
                 check_tensors([tensor], self.call, lambda: ["a tensor that it closes over"])
+            refuse_layout(tensor, "a tensor that it closes over", self.call)
             self._refuse_inner(tensor)
             node = self._read(tensor)
             self.closed_over.add(str(node.target))
@@ -263,6 +272,7 @@ class Recorder(DispatchMode):
         made = [weakref.ref(tensor) for tensor, _ in self._nodes.values()]
         self._nodes.clear()
         self._stand_ins.clear()
+        self._leaves.clear()
         if any(reference() is not None for reference in made):
             gc.collect()  # a tensor in a reference cycle is not kept
         kept = [tensor for reference in made if (tensor := reference()) is not None]
@@ -271,9 +281,17 @@ class Recorder(DispatchMode):
             seen = f"a tensor that it made is kept and not returned ({shapes}): in a cache, a global or an attribute"
             raise CaptureError(self.call, seen, "make it before the call and pass it in, or return it")
 
+    def refuse_backward(self) -> None:
+        """Raise DerivativeError if the function has added to the gradient of what it was given, or closes over."""
+        with without_modes():
+            lost = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
+        if lost is not None:
+            seen = f"backward() inside it, whose gradient of a tensor {list(lost.shape)} its trace would lose"
+            raise DerivativeError(self.call, seen, "torch.autograd.grad inside it; or backward() of what it returns")
+
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Add a call of an operator, and what it returned."""
-        args, kwargs = tree_map(self._argument_of_node, (args, kwargs))
+        args, kwargs = tree_map(self.in_graph, (args, kwargs))
         node = self.graph.call_function(func, args, kwargs)
         if isinstance(result, Tensor):
             self._note(result, node)
@@ -297,9 +315,20 @@ class Recorder(DispatchMode):
         if func is torch.ops.aten.detach.default and not called_by_dispatcher():
             self._note(result, self.node_of(args[0]))
         elif _is_part_of_a_trace(func, result):
+            self._refuse_own_rule()
             self._look_for_a_cut(func, (args, kwargs), result)
             self.record(func, args, kwargs, result)
         return result
+
+    def _refuse_own_rule(self) -> None:
+        """Raise DerivativeError for an operator in an autograd.Function, if a transform of torch.func around the call
+        would take the Function's own rule in its place."""
+        if not self._is_transformed or torch.is_grad_enabled():
+            return
+        kind = custom_function("weft.transforms.shards.shard")
+        if kind is not None and not kind.__module__.startswith("weft."):
+            seen = f"the autograd.Function {kind.__name__} under a transform of torch.func, which would lose its rule"
+            raise DerivativeError(self.call, seen, "the transform inside the shard: weft.shard(vmap(f), ...)")
 
     def _look_for_a_cut(self, func: Any, given: Any, result: Any) -> None:
         if not self.grads or self.cut is not None or torch.is_grad_enabled():
@@ -323,6 +352,7 @@ class Recorder(DispatchMode):
             fake = _blank(like)
             if may_be_differentiated(like) and has_derivatives(fake):
                 fake.requires_grad_()
+                self._leaves.append(fake)
                 result = fake.clone()
                 if not (like.is_leaf and like.requires_grad) and result.stride() == fake.stride():
                     fake = result
@@ -344,11 +374,29 @@ class Recorder(DispatchMode):
         seen = f"a tensor {list(fake.shape)} that no operator made"
         raise CaptureError(self.call, seen, "an operator of torch, or an argument")
 
-    def _argument_of_node(self, value: Any) -> Any:
+    def refuse_read(self, error: Exception) -> CaptureError:
+        """The error for a read of values, by that of torch."""
+        seen = f"rank {self.rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"
+        return CaptureError(self.call, seen, "torch.where, or a Python argument")
+
+    def in_graph(self, value: Any) -> Any:
+        """The node of a tensor; any other value as it is, unless it depends on a tensor's."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             seen = f"rank {self.rank} reads the values of a tensor, on which the number {value} depends"
             raise CaptureError(self.call, seen, "torch.where, or a Python argument")
         return self.node_of(value) if isinstance(value, Tensor) else value
+
+
+def has_strides(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def refuse_layout(tensor: Any, name: str, call: str) -> None:
+    """Raise CaptureError for a sparse or nested tensor, whose layout a trace does not have."""
+    if isinstance(tensor, Tensor) and not has_strides(tensor):
+        seen = f"{name} is {'nested' if tensor.is_nested else tensor.layout}, which no rank has a part of"
+        raise CaptureError(call, seen, "x.to_dense(); or its indices and values, as tensors of their own")
 
 
 def _blank(like: Tensor) -> Tensor:
@@ -380,7 +428,7 @@ def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
 def _separate_elements(graph: Graph) -> None:
     """Give each element of a tangent memory of its own. In a trace torch makes a tangent like zeros that it has
     expanded from one element, where otherwise it makes it like zeros without memory; and then writes to it."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._new_zeros_with_same_feature_meta.default):
+    for node in graph.find_nodes(op="call_function", target=ZEROS_OF_A_TANGENT):
         value = node.meta["val"]
         if any(size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True)):
             node.target = torch.ops.aten.new_zeros.default
@@ -404,6 +452,10 @@ _CLASS: Any = Tensor
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _OF_THE_OBJECT = (_CLASS.grad.__get__, _CLASS.requires_grad.__get__, _CLASS.is_leaf.__get__)
 """Attributes that a stand-in does not have as the tensor that is closed over has them."""
+_READS = (Tensor.item, Tensor.tolist)
+"""What gives the values of a tensor, in place of which a trace has symbols."""
+_SHOWS = (Tensor.__repr__, Tensor.__format__)
+"""What turns the values of a tensor into text."""
 _LOST = {_CLASS.data.__set__: "data", _CLASS.grad.__set__: "grad"}
 """Writes of attributes, which no operator makes."""
 
@@ -441,10 +493,20 @@ class _Calls(FunctionMode):
         if func in _LOST:
             seen = f"x.{_LOST[func]} = ... on a tensor {list(args[0].shape)}, which its trace would lose"
             raise CaptureError(self.recorder.call, seen, "x.copy_(...) on an argument; or a new tensor that it returns")
+        if func in _SHOWS:
+            seen = f"rank {self.recorder.rank} reads the values of a tensor: Tensor.{func.__name__}"
+            raise CaptureError(self.recorder.call, seen, "torch.where, or a Python argument")
         if func in _OF_THE_OBJECT:
             return func(*args)
         args, kwargs = tree_map(lambda x: self.recorder.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if reads_values(error):
+                self.recorder.reads.append(error)
+            raise
+        if func in _READS:
+            tree_map(self.recorder.in_graph, result)
         if func in _OF_ONE_LEVEL and not is_functorch_wrapped_tensor(args[0]):
             self.recorder.record(_OF_ONE_LEVEL[func], args, {}, innermost(result))
         return result

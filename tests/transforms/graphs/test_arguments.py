@@ -258,3 +258,32 @@ def test_a_donated_result_that_was_made_without_gradients_is_captured_again() ->
                 outside = outside * 2
             x, other = step(x)
             assert_equal("call", (x, other), (torch.full((2, 3), 2.0 ** (call + 1)), outside + 1))
+
+
+@pytest.mark.parametrize("empty", [[], {}, [[]], {"a": []}], ids=repr)
+def test_an_empty_container_is_not_filled(empty: Any) -> None:
+    """A replay would not fill the caller's."""
+
+    def fill(x: Tensor, kept: Any) -> Tensor:
+        while kept:
+            kept = kept["a"] if isinstance(kept, dict) else kept[0]
+        kept.update(b=x) if isinstance(kept, dict) else kept.append(x)
+        return x + 1
+
+    with pytest.raises(CaptureError, match="changes its argument kept"):
+        graphify(fill)(torch.ones(2), empty)
+
+
+def test_a_graph_of_a_bound_method_in_a_class_is_bound_to_what_it_was() -> None:
+    class Eight:
+        def value(self) -> Tensor:
+            return torch.tensor(8)
+
+        def __call__(self) -> Tensor:
+            return torch.tensor(9)
+
+    class Other:
+        value = graphify(Eight().value)
+        called = graphify(Eight())
+
+    assert (Other().value().item(), Other.value().item(), Other().called().item()) == (8, 8, 9)

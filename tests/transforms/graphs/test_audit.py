@@ -250,3 +250,62 @@ def test_a_replay_raises_what_the_function_raises(way: str) -> None:
 def test_printing_is_no_capture() -> None:
     with weft.no_capture(replay=False):
         assert graphify(lambda x: f"{x}")(X) == "tensor([0., 1., 2.])"
+
+
+class _Printing(torch.autograd.Function):
+    """Its derivative makes text of its gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(_: Any, slope: Tensor) -> Tensor:
+        return slope * len(str([slope]))
+
+
+PRINTING: dict[str, Callable[[Tensor], Any]] = {
+    "in a derivative": torch.func.grad(lambda x: _Printing.apply(x).sum()),
+    "in vmap": torch.vmap(lambda x: x * len(str(x))),
+    "in a hook": torch.func.grad(
+        lambda x: [y := x * x, y.register_hook(lambda slope: slope * len(str(slope))), y.sum()][2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRINTING)
+def test_after_a_refusal_in_the_middle_of_a_print_torch_is_whole(name: str) -> None:
+    """torch holds a guard of its dispatcher in a frame while it makes the text of a tensor."""
+    x = torch.tensor([1.0, 2.0])
+    graph = graphify(PRINTING[name])
+    for call in (graph, graph.memory_estimate):
+        with pytest.raises(CaptureError):
+            call(x)
+    assert torch.func.grad(lambda y: (y * y).sum())(x).tolist() == [2, 4]
+    assert torch.vmap(torch.func.grad(lambda y: y * y))(x).tolist() == [2, 4]
+
+
+def test_data_of_an_argument_is_not_set() -> None:
+    """No operator does it, so no replay repeats it."""
+
+    def step(params: dict[str, Tensor], slope: Tensor) -> Tensor:
+        params["w"].data = params["w"].data - slope
+        return params["w"].sum()
+
+    with pytest.raises(CaptureError, match=r"x\.data = \.\.\. on a tensor from outside it"):
+        graphify(step)({"w": torch.zeros(2)}, torch.ones(2))
+
+
+def test_data_of_its_own_tensor_is_set() -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        y.data = y.data + 1
+        return y
+
+    graph = graphify(step)
+    for value in (1.0, 2.0):
+        assert graph(torch.tensor([value])).tolist() == [2 * value + 1]

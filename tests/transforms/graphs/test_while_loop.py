@@ -13,7 +13,7 @@ from hypothesis import Phase, given, seed, settings
 from torch import Tensor, library
 
 import weft
-from weft.errors import CaptureError, ProgramError
+from weft.errors import CaptureError, DonatedError, ProgramError
 from weft.proofs.laws import LawViolation, loop_bodies_are_pythons, loops_are_python_loops
 from weft.proofs.strategies import Loop, LoopBody, loop_bodies, loops
 from weft.proofs.strategies.loops import Apply, Instruction, Take, operators
@@ -711,3 +711,35 @@ def test_what_is_no_loop_is_refused(case: str) -> None:
     with pytest.raises(kind) as error:
         call()
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_under_vmap_of_any_size(rows: int) -> None:
+    def loop(x: Tensor) -> Tensor:
+        last: Tensor = while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x, max_steps=4)
+        return last
+
+    made = torch.vmap(loop)(torch.zeros(rows, 3))
+    assert made.tolist() == [[1.0] * 3] * rows
+    assert graphify(torch.vmap(loop))(torch.zeros(rows, 3)).tolist() == made.tolist()
+
+
+def test_linearize_of_it_is_its_derivative() -> None:
+    """Its trace has tensors whose values the host cannot read."""
+    x = torch.tensor([1.0, 2.0])
+
+    def loop(x: Tensor) -> Tensor:
+        last: Tensor = while_loop(lambda c: c.sum() < 9, lambda c: c * c + 1, x, max_steps=5)
+        return last
+
+    value, slope = torch.func.linearize(loop, x)
+    assert torch.equal(value, loop(x))
+    assert torch.allclose(slope(torch.ones(2)), torch.func.jvp(loop, (x,), (torch.ones(2),))[1])
+
+
+def test_a_donated_carry_is_refused() -> None:
+    taken = torch.ones(2)
+    graphify(lambda state: state * 5, donate_argnames=["state"])(taken)
+    for use in (weft.clone, lambda x: while_loop(lambda c: c.sum() < 50, lambda c: c * 2, x)):
+        with pytest.raises(DonatedError, match="was donated to"):
+            use(taken)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.errors import CaptureError, MeshError
+from weft.errors import CaptureError, DerivativeError, MeshError
 from weft.meshes.placements import Placement
 from weft.proofs.laws import LawViolation, surroundings_of_shards_change_nothing
 from weft.proofs.strategies import surrounded
@@ -669,3 +669,112 @@ def test_planted_results_without_a_check_are_found(check: str, monkeypatch: pyte
     broken = find(rank_results(), differs, settings=settings(database=None))
     monkeypatch.undo()
     check_results(broken)
+
+
+class Ruled(torch.autograd.Function):
+    """Its own rules give other values than its operators, so that it shows whose are taken."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def jvp(_: Any, tangent: Tensor) -> Tensor:
+        return tangent * 100
+
+    @staticmethod
+    def vmap(_: Any, in_dims: Any, x: Tensor) -> Any:
+        return x * 10, in_dims[0]
+
+
+AROUND_RULES: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "jvp": lambda step: func.jvp(step, (X,), (torch.ones_like(X),))[1],
+    "jacfwd": lambda step: func.jacfwd(step)(X),
+    "vmap": lambda step: torch.vmap(step)(X[None]),
+    "vmap in a graph": lambda step: weft.graphify(torch.vmap(step))(X[None]),
+}
+
+
+@pytest.mark.parametrize("name", AROUND_RULES)
+def test_a_function_with_rules_of_its_own_is_refused_under_them(name: str) -> None:
+    seen = "the autograd.Function Ruled under a transform of torch.func, which would lose its rule"
+    step = by_rows(lambda x: Ruled.apply(x))
+    assert step(X).tolist() == X.tolist()
+    with refused(DerivativeError, "weft.shard(<any>, ...)", seen, "the transform inside the shard: <any>"):
+        AROUND_RULES[name](step)
+
+
+def test_a_function_with_rules_of_its_own_keeps_them_inside() -> None:
+    step = weft.shard(torch.vmap(lambda x: Ruled.apply(x)), TWO, ROWS, ROWS)
+    assert step(X[:, None]).tolist() == (10 * X[:, None]).tolist()
+
+
+BACKWARDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "of what it closes over": lambda x, weight: (weight * x).sum().backward(),
+    "by torch.autograd": lambda x, weight: torch.autograd.backward((weight * x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backward_inside_is_refused(name: str) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    seen = "backward() inside it, whose gradient of a tensor [2] its trace would lose"
+    with refused(DerivativeError, "weft.shard(<any>, ...)", seen, "torch.autograd.grad inside it; <any>"):
+        by_rows(lambda x: (BACKWARDS[name](x, weight), x * 1)[1])(X)
+    assert weight.grad is None
+    slope = by_rows(lambda x: torch.autograd.grad((weight * x).sum(), weight)[0])
+    assert slope(X).tolist() == X.tolist()
+
+
+def test_backward_of_an_argument_inside_is_refused() -> None:
+    leaf = X.clone().requires_grad_()
+    with pytest.raises(DerivativeError, match=r"backward\(\) inside it"):
+        by_rows(lambda x: ((x * x).sum().backward(), x * 1)[1])(leaf)
+
+
+def swallows(x: Tensor) -> Tensor:
+    try:
+        scale = float(x.max())
+    except Exception:
+        scale = 1.0
+    return x / scale
+
+
+HIDDEN_READS: dict[str, Callable[[Tensor], Any]] = {
+    "an error that it swallows": swallows,
+    "the type of a number": lambda x: x if isinstance(x.sum().item(), float) else -x,
+    "a bool by identity": lambda x: x if (x.sum() > 0).item() is True else -x,
+    "text": lambda x: x if "1." in str(x) else -x,
+    "formatted text": lambda x: x if "1." in f"{x}" else -x,
+    "a formatted number": lambda x: x if f"{x.sum().item():.1f}" else -x,
+    "a result that is a number": lambda x: (x, x[0].item()),
+    "a result that is a list": lambda x: (x, x.tolist()),
+    "a result that is a size": lambda x: (x, x.nonzero().shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_READS)
+def test_a_hidden_read_is_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match="reads the values of a tensor"):
+        by_rows(HIDDEN_READS[name])(X)
+
+
+def test_constants_may_be_read() -> None:
+    step = by_rows(lambda x: x * torch.tensor(3.0).item() if float(torch.tensor(2.0)) == 2 else x)
+    assert step(X).tolist() == (3 * X).tolist()
+
+
+@pytest.mark.parametrize("holder", ["an argument", "closed over"])
+def test_a_sparse_tensor_is_refused(holder: str) -> None:
+    sparse = torch.eye(2).to_sparse()
+    name = "args[0]" if holder == "an argument" else "a tensor that it closes over"
+    seen = f"{name} is torch.sparse_coo, which no rank has a part of"
+    with refused(CaptureError, "weft.shard(<any>, <any>...)", seen, "x.to_dense(); <any>"):
+        if holder == "an argument":
+            weft.shard(lambda s: s.to_dense(), TWO, weft.Replicate(), weft.Replicate())(sparse)
+        else:
+            by_rows(lambda x: (sparse.to_dense() @ x[:, None])[:, 0])(X)

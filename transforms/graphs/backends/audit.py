@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
+from weft.torchapi.faking import keeping_dispatch_keys
 from weft.torchapi.frames import clear_frames, compiled_caller
 from weft.torchapi.patches import hearing_scripts, signal_capture
 from weft.torchapi.private import WithoutFunctionModes, innermost_storage_id, storage_id, uncompiled
@@ -151,6 +152,7 @@ class Audit(OperatorWatch):
     def __enter__(self) -> Self:
         self.random.begin()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(keeping_dispatch_keys())
             stack.enter_context(_without_cached_casts())
             stack.enter_context(hearing_scripts(self._refuse_script))
             stack.enter_context(self._host_reads)

@@ -35,6 +35,8 @@ _NEW_TENSORS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 _FROM_LISTS = {torch.asarray, torch.Tensor.new}
 _PACKED = {"_pack_padded_sequence", "_pad_packed_sequence"}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_CLASS: Any = torch.Tensor
+_SETS_DATA = {_CLASS.data.__set__}
 _WITHOUT_OPERATOR = {torch.max_pool1d, torch.nn.functional.max_pool1d}
 _ALLOCATE = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -89,6 +91,9 @@ class HostReads(FunctionMode):
                 instead = "nn.TransformerEncoder(..., enable_nested_tensor=False), or "
                 instead += "torch.backends.mha.set_fastpath_enabled(False) before all calls"
                 raise self.refuse(fault, instead)
+        if func in _SETS_DATA and not self.is_own(args[0]):
+            fault = "x.data = ... on a tensor from outside it, which a replay does not repeat"
+            raise self.refuse(fault, "x.copy_(...); or a new tensor that it returns")
         if func in _INDEXING and (index := self.gathers.index_of(*args[:2])) is not None:
             return self.gathers.get(args[0], index) if len(args) == 2 else self.gathers.set(args[0], index, args[2])
         if func in _WITHOUT_OPERATOR:
