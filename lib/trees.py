@@ -64,6 +64,9 @@ def _collect(node: Any, found: list[Any]) -> None:
     if kind is Tensor:
         found.append(node)
     elif (fields := kind.__dict__.get(_FIELDS)) is not None:
+        for name in fields.statics:
+            if isinstance(value := getattr(node, name), Tensor):
+                _check_static(kind, name, value)
         for child in fields.values(node):
             _collect(child, found)
     elif kind is tuple or kind is list or kind is dict:

@@ -431,3 +431,9 @@ def test_the_code_that_makes_results_of_graphs_does_not_construct() -> None:
     assert template.structure is None, "generated code makes it"
     assert template.builder(Length(3))([torch.zeros(2), torch.ones(1)], []).x.tolist() == [0.0, 0.0]
     assert template.builder(Length(3))([torch.zeros(2), torch.ones(1)], []).length == Length(3)
+
+
+def test_leaves_of_a_value_with_a_tensor_in_a_static_field_are_refused() -> None:
+    """An optimizer would leave it out."""
+    with pytest.raises(TreeError, match="a tensor in tag, a static field"):
+        tree_leaves({"params": [Tagged(torch.ones(4), torch.ones(2))]})

@@ -227,9 +227,23 @@ def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with contents as texts: OpenAI's lists of parts of type `text` are put together.
 
     Raises:
-        RequestError: a part of another type, such as an image.
+        RequestError: a message without a role or a content, of which only an assistant's may be null; or a part of
+            another type, such as an image.
     """
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
     return [{**message, "content": _text_of(message.get("content"))} for message in messages]
+
+
+def _check_message(message: Mapping[str, Any], path: str) -> None:
+    fields = ", ".join(map(repr, message)) or "nothing"
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        seen = f"the role {role!r:.80}" if "role" in message else f"no role, but {fields:.200}"
+        raise RequestError("messages", f"{path} has {seen}", "a role by its name: 'system', 'user' or 'assistant'")
+    if message.get("content") is None and (role != "assistant" or "content" not in message):
+        seen = "null as its content" if "content" in message else f"no content, but {fields:.200}"
+        raise RequestError("messages", f"{path} has {seen}", 'a text, or a list of {"type": "text", "text": ...}')
 
 
 def _text_of(content: Any) -> Any:

@@ -223,6 +223,34 @@ def test_a_context_that_is_too_long_has_openais_code(client: Any) -> None:
     assert found.value.code == "context_length_exceeded"
 
 
+MESSAGES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "nothing": ([{}], "messages[0] has no role, but nothing"),
+    "a typo in content": (
+        [{"role": "user", "contents": "Hi"}],
+        "messages[0] has no content, but 'role', 'contents'",
+    ),
+    "a typo in role": (
+        [{"role": "user", "content": "Hi"}, {"rol": "user", "content": "Hi"}],
+        "messages[1] has no role, but 'rol', 'content'",
+    ),
+    "a role that is a number": ([{"role": 5, "content": "Hi"}], "messages[0] has the role 5"),
+    "no text": ([{"role": "user", "content": None}], "messages[0] has null as its content"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_that_lacks_something_is_refused(client: Any, name: str) -> None:
+    messages, seen = MESSAGES[name]
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(**{**CHAT, "messages": messages})
+    assert seen in found.value.message
+
+
+def test_a_message_of_an_assistant_may_be_null(client: Any) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": None}, *CHAT["messages"]]
+    assert client.chat.completions.create(**{**CHAT, "messages": messages}).choices
+
+
 def test_a_key(model: Model) -> None:
     with served(model, api_key="secret") as server:
         with open_client(server, api_key="secret") as client:
