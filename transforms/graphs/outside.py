@@ -4,10 +4,11 @@ A graph reads a closed-over tensor at the address that it had at the capture, an
 compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the objects that the function's globals and
 nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
 function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. Functions
-and modules among the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names that
-they read. On the CPU it also compares the code and the defaults of functions. What else an object holds inside (a
-number, a tensor in a list) is not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the
-recorded run itself makes are refused at the capture (`PythonState`).
+and modules among the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names
+that they read. On the CPU it also compares the code and the defaults of functions, and the shapes, strides and dtypes
+of closed-over tensors, which `t_()` or `x.data = ...` may change at the same address, at some 0.2 µs each. What else
+an object holds inside (a number, a tensor in a list) is not compared at calls; `graphify(..., verify=n)` finds such
+changes. Those that the recorded run itself makes are refused at the capture (`PythonState`).
 """
 
 import dis
@@ -30,6 +31,7 @@ from weft.value_keys import value_key
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
 """Packages whose functions are not read for the names that they use."""
 _cell_contents = attrgetter("cell_contents")
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 _OF_FUNCTIONS = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Classes whose equal values are no change."""
@@ -45,7 +47,7 @@ class Outside:
     Args:
         fn: the function.
         external: the tensors.
-        thorough: whether the code of functions is compared too.
+        thorough: whether the code of functions, and the shapes of tensors, are compared too.
     """
 
     def __init__(self, fn: Callable[..., Any], external: Sequence[Tensor], thorough: bool) -> None:
@@ -61,6 +63,7 @@ class Outside:
         self._entries = [list(_values_in(registry)) for _, registry in self._registries]
         self._functions = found.functions if thorough else []
         self._parts = [list(map(part, self._functions)) for part in _OF_FUNCTIONS]
+        self._layouts = _layouts(self._tensors) if thorough else None
         self.holds = self._comparison()
         """Returns whether all is as it was at the capture; None: there is nothing to compare."""
 
@@ -73,6 +76,7 @@ class Outside:
         """A function that returns whether all is as it was at the capture; None if there is nothing to compare."""
         parts = [
             (bool(self._tensors), self._same_addresses()),
+            (bool(self._tensors) and self._layouts is not None, self._same_layouts()),
             (bool(self._mappings), _same(dict.get, self._mappings, self._keys, now=self._values)),
             (bool(self._cells), _same(_cell_contents, self._cells, now=self._contents)),
             (bool(self._registries), self._same_entries()),
@@ -87,6 +91,10 @@ class Outside:
     def _same_addresses(self) -> Callable[[], bool]:
         tensors, addresses = self._tensors, self._addresses
         return lambda: tuple(map(Tensor.data_ptr, tensors)) == addresses
+
+    def _same_layouts(self) -> Callable[[], bool]:
+        tensors, layouts = self._tensors, self._layouts
+        return lambda: _layouts(tensors) == layouts
 
     def _same_entries(self) -> Callable[[], bool]:
         views = [_values_in(registry) for _, registry in self._registries]
@@ -113,6 +121,10 @@ class Outside:
         for tensor, address in zip(self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
                 return f"a tensor of shape {tuple(tensor.shape)} that it reads from outside has other storage"
+        if self._layouts is not None and _layouts(self._tensors) != self._layouts:
+            shapes = zip(self._tensors, *self._layouts, strict=True)
+            tensor = next(x for x, *then in shapes if [x.shape, x.stride(), x.dtype] != then)
+            return f"a tensor of shape {tuple(tensor.shape)} that it reads from outside had another shape or layout"
         return ""
 
     def has_changed(self) -> bool:
@@ -154,6 +166,11 @@ class PythonState:
             instead = "a tensor in its place, which the function takes as an argument and returns (for what a module "
             instead += "holds: weft.stages.from_module)"
             raise CaptureError(call, seen, instead)
+
+
+def _layouts(tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
+    """The shapes, strides and dtypes of tensors."""
+    return tuple(map(_shape, tensors)), tuple(map(Tensor.stride, tensors)), tuple(map(_dtype, tensors))
 
 
 def _is_equal(value: Any, captured: Any) -> bool:

@@ -1,6 +1,7 @@
 """Which tensors count as constant while a function runs. Products and norms that load them early have the same bits as
 those that wait."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -178,3 +179,27 @@ def test_experts_beside_early_products_have_the_bits_of_a_call(widths: tuple[int
 
 def in_blocks_if(fp8: bool, weights: dict[str, Tensor]) -> dict[str, Any]:
     return {name: in_blocks(weight) if fp8 else weight for name, weight in weights.items()}
+
+
+RELAID: dict[str, Callable[[Tensor], Any]] = {
+    "t_": lambda w: w.t_(),
+    "transposed data": lambda w: setattr(w, "data", w.data.t()),
+    "a part of data": lambda w: setattr(w, "data", w.data[:1]),
+    "unsqueeze_": lambda w: w.unsqueeze_(0),
+    "resize_": lambda w: w.resize_(2, 1),
+    "another dtype": lambda w: setattr(w, "data", w.data.view(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("name", RELAID)
+def test_a_closed_over_tensor_that_has_another_shape_at_its_address_is_seen(name: str) -> None:
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    graph = graphify(lambda x: (x * weight).sum(-1))
+    x = torch.tensor([1.0, 10.0])
+    assert torch.equal(graph(x), (x * weight).sum(-1))
+    try:
+        RELAID[name](weight)
+    except RuntimeError:
+        pytest.skip("torch refuses it")
+    assert torch.equal(graph(x), (x * weight).sum(-1))
+    assert graph.cache_info().captures == 2
