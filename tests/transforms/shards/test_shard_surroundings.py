@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.arguments.checks import kind_of
 from weft.errors import CaptureError, DerivativeError, MeshError
 from weft.meshes.placements import Placement
 from weft.proofs.laws import LawViolation, surroundings_of_shards_change_nothing
@@ -778,3 +779,23 @@ def test_a_sparse_tensor_is_refused(holder: str) -> None:
             weft.shard(lambda s: s.to_dense(), TWO, weft.Replicate(), weft.Replicate())(sparse)
         else:
             by_rows(lambda x: (sparse.to_dense() @ x[:, None])[:, 0])(X)
+
+
+class Scale:
+    """An object that may change."""
+
+    factor = 2.0
+
+
+@pytest.mark.parametrize("value", [Scale(), torch.nn.Dropout(), {1, 2}, bytearray(b"a"), len], ids=kind_of)
+def test_an_object_that_may_change_is_no_argument(value: Any) -> None:
+    """A trace would keep what it was at the first call."""
+    seen = f"args[1]['own'] is {kind_of(value)}, which is neither a tensor, a plain value nor a pytree"
+    with refused(CaptureError, "weft.shard(<any>, <any>...)", seen, "<any>"):
+        weft.shard(lambda x, own: x, TWO, ROWS, weft.Replicate())(X, {"own": value})
+
+
+@pytest.mark.parametrize("value", [2, 2.0, "sum", None, torch.float32, slice(1), (1, "a")], ids=repr)
+def test_a_plain_value_is_an_argument(value: Any) -> None:
+    step = weft.shard(lambda x, own: x * 2 if own == value else x, TWO, (ROWS, weft.Replicate()), ROWS)
+    assert step(X, value).tolist() == (X * 2).tolist()

@@ -199,21 +199,32 @@ def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable
         raise CaptureError(call, f"{[*names()][index]} is {what}", instead)
 
 
-def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
-    """Raise an error for a mutable leaf: an object that is neither a tensor, a plain value nor a pytree."""
+_STATIC = "name it in static_argnames if it never changes"
+
+
+def check_plain(
+    leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]], if_constant: str = _STATIC
+) -> None:
+    """Raise an error for a mutable leaf: an object that is neither a tensor, a plain value nor a pytree.
+
+    Args:
+        leaves: of the arguments.
+        call, names: the call and the leaves, as the user writes them.
+        if_constant: what to do with an object that never changes.
+    """
     leaves = list(leaves)
     if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return
     name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN)))
     seen = f"{name} is {kind_of(leaf)}, which is neither a tensor, a plain value nor a pytree"
-    raise CaptureError(call, seen, _instead_of(leaf))
+    raise CaptureError(call, seen, _instead_of(leaf, if_constant))
 
 
 def _is_numpy(leaf: Any) -> bool:
     return type(leaf).__module__.split(".")[0] == "numpy"
 
 
-def _instead_of(leaf: Any) -> str:
+def _instead_of(leaf: Any, if_constant: str = _STATIC) -> str:
     """The advice for an object that cannot be a leaf: what to pass instead."""
     if _is_numpy(leaf):
         return "torch.from_numpy(array)" if hasattr(leaf, "shape") and leaf.shape else "float(...) or int(...) of it"
@@ -223,7 +234,7 @@ def _instead_of(leaf: Any) -> str:
         return "dict(...) of it"
     if is_dataclass(leaf) and not attrs.has(type(leaf)):
         return f"@weft.pytree above @attrs.frozen instead of @dataclass above {type(leaf).__name__}; or its tensors"
-    return "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
+    return f"register its class (weft.pytree), pass its tensors, or {if_constant}"
 
 
 def check_statics(statics: Mapping[str, Any], call: str) -> None:
