@@ -60,7 +60,7 @@ def test_processes_share_the_programs_of_one_run() -> None:
 
 @pytest.mark.slow
 def test_a_difference_is_made_small_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    [bug] = [mutant for mutant in MUTANTS if mutant.name == "nothing outside is compared"]
+    [bug] = [mutant for mutant in MUTANTS if f"{mutant}" == "L24: nothing outside is compared"]
     with bug.plant():
         assert main(["--programs", "50"]) == 1
     out = capsys.readouterr().out
