@@ -37,7 +37,7 @@ from weft.torchapi.private import (
     uncompiled,
     without_modes,
 )
-from weft.transforms.graphs.calls.key import PLAIN, check_plain, check_tensors
+from weft.transforms.graphs.calls.key import check_plain, check_tensors
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.results import PlacedResult, place_results, refuse_unlike
@@ -174,16 +174,18 @@ class Sharded:
     def _check_tensors(self, arg: Any, index: int) -> None:
         """Raise CaptureError for a tensor whose class may redefine operators, which a trace would not call, and for an
         object that may change, which a trace would not see."""
+
+        def names() -> list[str]:
+            return [f"args[{index}]{name}" for name, _ in leaves_with_names(arg)]
+
         leaves = tree_leaves(arg)
         if any(isinstance(leaf, Tensor) and not has_strides(leaf) for leaf in leaves):
-            for name, leaf in leaves_with_names(arg):
-                refuse_layout(leaf, f"args[{index}]{name}", self._call)
+            for name, leaf in zip(names(), leaves, strict=True):
+                refuse_layout(leaf, name, self._call)
         if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in leaves):
             known = [None if isinstance(leaf, Tensor) and is_fake(leaf) else leaf for leaf in leaves]
-            check_tensors(known, self._call, lambda: [f"args[{index}]{name}" for name, _ in leaves_with_names(arg)])
-        if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
-            names = [f"args[{index}]{name}" for name, _ in leaves_with_names(arg)]
-            check_plain(leaves, self._call, lambda: names, "close over it if it never changes")
+            check_tensors(known, self._call, names)
+        check_plain(leaves, self._call, names, "close over it if it never changes")
 
     def _part(self, placement: Any, tree: Any, rank: int, given: Parts) -> Any:
         if isinstance(placement, PerRank):

@@ -144,9 +144,9 @@ def trace(
                 raise CaptureError(recorder.call, seen, "plain tensors inside, and the subclass around it") from error
             if not reads_values(error):
                 raise
-            raise recorder.refuse_read(error) from error
+            raise recorder.refuse_read(str(error)) from error
         if recorder.reads:
-            raise recorder.refuse_read(recorder.reads[0]) from recorder.reads[0]
+            raise recorder.refuse_read(recorder.reads[0])
         made = tuple(map(recorder.in_graph, result))
         recorder.refuse_backward()
     del arguments, result
@@ -221,8 +221,8 @@ class Recorder(DispatchMode):
         self._nodes = dict[int, tuple[Tensor, Node]]()
         self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
         self._leaves = list[Tensor]()
-        self.reads = list[Exception]()
-        """The errors of reads of values, which end the trace though the function goes on after one."""
+        self.reads = list[str]()
+        """The words of errors at reads of values. They end the trace though the function goes on after one."""
         self._is_transformed = in_functorch_transform()
 
     def argument(self, like: Tensor) -> Tensor:
@@ -374,9 +374,9 @@ class Recorder(DispatchMode):
         seen = f"a tensor {list(fake.shape)} that no operator made"
         raise CaptureError(self.call, seen, "an operator of torch, or an argument")
 
-    def refuse_read(self, error: Exception) -> CaptureError:
-        """The error for a read of values, by that of torch."""
-        seen = f"rank {self.rank} reads the values of a tensor: {str(error).splitlines()[0]:.160}"
+    def refuse_read(self, why: str) -> CaptureError:
+        """The error for a read of values, by the words of torch's."""
+        seen = f"rank {self.rank} reads the values of a tensor: {why.splitlines()[0]:.160}"
         return CaptureError(self.call, seen, "torch.where, or a Python argument")
 
     def in_graph(self, value: Any) -> Any:
@@ -503,7 +503,7 @@ class _Calls(FunctionMode):
             result = func(*args, **kwargs)
         except Exception as error:
             if reads_values(error):
-                self.recorder.reads.append(error)
+                self.recorder.reads.append(str(error))  # and not the error, whose frames hold the recorder
             raise
         if func in _READS:
             tree_map(self.recorder.in_graph, result)

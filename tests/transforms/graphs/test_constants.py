@@ -197,9 +197,6 @@ def test_a_closed_over_tensor_that_has_another_shape_at_its_address_is_seen(name
     graph = graphify(lambda x: (x * weight).sum(-1))
     x = torch.tensor([1.0, 10.0])
     assert torch.equal(graph(x), (x * weight).sum(-1))
-    try:
-        RELAID[name](weight)
-    except RuntimeError:
-        pytest.skip("torch refuses it")
+    RELAID[name](weight)
     assert torch.equal(graph(x), (x * weight).sum(-1))
     assert graph.cache_info().captures == 2
