@@ -306,6 +306,10 @@ def _ranks_disagree(data: st.DataObject, device: str) -> None:
     laws.disagreeing_ranks_are_refused(data.draw(strategies.disagreements()))
 
 
+def _replicas_claimed(data: st.DataObject, device: str) -> None:
+    laws.false_replicas_are_refused(data.draw(strategies.rank_functions()).to(device))
+
+
 def _shared(data: st.DataObject, device: str) -> None:
     scenario, num_ranks = data.draw(strategies.shared_scenarios())
     num_stages = data.draw(st.integers(1, scenario.config.num_layers))
@@ -392,6 +396,7 @@ LAWS = (
     Law("L22", "derivatives of shards are derivatives", _shards_derived),
     Law("L22", "surroundings of shards change nothing", _shards_surrounded),
     Law("L22", "ranks that disagree are refused", _ranks_disagree),
+    Law("L22", "false replicas are refused", _replicas_claimed),
     Law("L22", "shares of a model are the model", _shared, weight=0.5),
     Law("L22", "shares of cut sums have the same bits", _shared_bits, weight=0.3),
     Law("L23", "pages are of the parameters that there are", _changed),

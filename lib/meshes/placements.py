@@ -5,7 +5,7 @@ These are classes of their own because the import of torch's takes as long as th
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -51,10 +51,10 @@ class Shard:
 class Replicate:
     """Each rank along the axis holds the whole tensor.
 
-    As the placement of a result it is a claim, which `weft.shard` checks: ranks whose results differ in any bit are an
-    error. A forgotten `all_reduce` is found so. The first call with a signature compares all such results; later calls
-    skip those on a GPU, for which the host would wait, and arguments that the function writes in place. No result is
-    compared under a `torch.func` transform.
+    As the placement of a result it is a claim, which `weft.shard` checks, so that a forgotten `all_reduce` is an error.
+    Nothing is compared where the ranks compute the result with the same operators from the same values, which a
+    collective makes of different ones. Elsewhere each call compares the ranks' results, in every bit; on a GPU the host
+    waits for them. What must be compared can neither be differentiated nor become part of a graph.
     """
 
     def __str__(self) -> str:
@@ -182,6 +182,21 @@ def _by_dimension(layout: Layout, ndim: int) -> tuple[Any, Any]:
     cuts = [(placement.dim % ndim, axis) for axis, placement in layout if isinstance(placement, Shard)]
     rest = {axis: placement for axis, placement in layout if not isinstance(placement, Shard)}
     return sorted(cuts, key=lambda cut: cut[0]), rest
+
+
+def part_key(layout: Layout, mesh: Mesh, rank: int) -> Hashable:
+    """A key that two ranks share if they hold equal parts, whatever tensor it is that has this layout."""
+    place = mesh.coordinates(rank)
+    key: list[Hashable] = []
+    for axis, placement in layout:
+        match placement:
+            case Shard():
+                key.append((axis, place[axis]))
+            case Partial("sum"):
+                key.append((axis, place[axis] > 0))  # the first one has all of it, and the others zeros
+            case Partial() | Replicate():
+                pass
+    return tuple(key)
 
 
 def part_of(value: Tensor, layout: Layout, mesh: Mesh, rank: int, call: str) -> Tensor:

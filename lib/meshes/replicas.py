@@ -1,7 +1,7 @@
 """Comparison of values that should be the same on several ranks."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,13 +10,19 @@ from torch import Tensor
 
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Layout, Replicate
-from weft.torchapi.private import in_dispatch_mode, in_functorch_transform, is_capturing, without_modes
+from weft.torchapi.private import (
+    in_dispatch_mode,
+    innermost,
+    is_capturing,
+    is_functorch_wrapped_tensor,
+    without_modes,
+)
 from weft.value_keys import value_key
 
 
 def differing(values: Sequence[Any]) -> list[int]:
-    """The indices of the values that differ from the first one in any bit. Tensors whose values cannot be read now, or
-    at all, count as equal: under a torch.func transform, in a trace, or while a GPU captures.
+    """The indices of the values that differ from the first one in any bit; inside a transform of torch.func, in any
+    value. Tensors whose values cannot be read now, or at all, count as equal: in a trace, or while a GPU captures.
 
     >>> differing([torch.zeros(2), torch.zeros(2), torch.ones(2)]), differing([1, 1.0])
     ([2], [1])
@@ -26,13 +32,15 @@ def differing(values: Sequence[Any]) -> list[int]:
         return []
     if not isinstance(first, Tensor):
         return [index for index, one in enumerate(others, 1) if value_key(one) != value_key(first)]
-    if in_functorch_transform() or not all(map(_is_readable, values)):
+    if not all(map(is_readable, values)):
         return []
     with without_modes() if in_dispatch_mode() else nullcontext():
         return [index for index, one in enumerate(others, 1) if not _is_equal(first, one)]
 
 
-def _is_readable(x: Any) -> bool:
+def is_readable(x: Any) -> bool:
+    """Whether the values of a tensor can be read now."""
+    x = innermost(x)
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_quantized:
         return False
     kind = x.device.type
@@ -42,6 +50,8 @@ def _is_readable(x: Any) -> bool:
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
+    if is_functorch_wrapped_tensor(a) or is_functorch_wrapped_tensor(b):
+        return _is_equal_in_each_row(a, b)
     dense = [x.detach().resolve_conj().resolve_neg().contiguous() for x in (a, b.to(a.device))]
     # A dimension of one element may have any stride, which `reshape` keeps and `view` of another dtype refuses.
     flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
@@ -50,20 +60,19 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def unequal_replicas(leaves: Sequence[Any], layout: Layout, mesh: Mesh) -> Iterator[tuple[str, list[int]]]:
-    """The axes along which a value is placed as `Replicate()`, and ranks along one that differ; the first is the one
-    that the others differ from."""
-    for axis, placement in layout:
-        if placement != Replicate():
-            continue
-        for ranks in _groups(mesh, axis):
-            if found := differing([leaves[rank] for rank in ranks]):
-                yield axis, [ranks[0], *(ranks[index] for index in found)]
+def _is_equal_in_each_row(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors inside a transform have equal values, with all rows of `vmap`."""
+    if a.is_floating_point() and a.itemsize == 1:  # torch compares no such values
+        a, b = a.float(), b.float()
+    same = (a == b) | ((a != a) & (b != b))
+    return bool(innermost(same).all())
 
 
-@functools.lru_cache(64)
-def _groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(dict.fromkeys(mesh.group(rank, axis) for rank in mesh))
+@functools.lru_cache(256)
+def replicas(layout: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The axes along which a value is placed as `Replicate()`, each with ranks that hold one value."""
+    axes = (axis for axis, placement in layout if placement == Replicate())
+    return tuple((axis, ranks) for axis in axes for ranks in dict.fromkeys(mesh.group(rank, axis) for rank in mesh))
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

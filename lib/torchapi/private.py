@@ -31,6 +31,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
@@ -146,6 +147,12 @@ def in_dispatch_mode() -> bool:
     """Whether a capture, a dispatch mode (a trace, fake tensors, a counter of operators), or a trace of torch.jit is
     active in this thread."""
     return _len_torch_dispatch_stack() > 0 or watched() or _is_tracing()
+
+
+def in_trace_of_torch() -> bool:
+    """Whether a trace that runs again on other values is being made in this thread: of `make_fx`, which `linearize`
+    and `torch.export` use, or of torch.jit."""
+    return get_proxy_mode() is not None or _is_tracing()
 
 
 def in_functorch_transform() -> bool:

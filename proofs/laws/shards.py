@@ -10,9 +10,9 @@ from torch import Tensor, func
 
 from weft.donation import clone
 from weft.effects import listing, parse_listing
-from weft.errors import CaptureError, DerivativeError, ProgramError
+from weft.errors import CaptureError, DerivativeError, MeshError, ProgramError
 from weft.meshes.mesh import Mesh
-from weft.meshes.placements import PerRank, Replicate
+from weft.meshes.placements import PerRank, Placements, Replicate
 from weft.proofs.checks.difference import LawViolation, assert_equal, find_difference, visible
 from weft.proofs.strategies.engine.adapters import hold_adapters
 from weft.proofs.strategies.models import Scenario
@@ -29,6 +29,7 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch, scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.shards.shard import shard
+from weft.trees import tree_map
 
 Step = Callable[[Any, Any, Any], Any]
 
@@ -192,6 +193,24 @@ def disagreeing_ranks_are_refused(case: Disagreement) -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise LawViolation(f"L22 disagreeing ranks are refused: {text}, which is not a ProgramError") from error
     raise LawViolation(f"L22 disagreeing ranks are refused: rank {case.rank} has a collective {case.how}, and it ran")
+
+
+def false_replicas_are_refused(function: RankFunction) -> None:
+    """L22: in a graph, a result that ranks compute from different parts is not taken for `Replicate()`, though all of
+    its parts are zeros at the capture."""
+    params, state, x = tree_map(torch.zeros_like, (function.params, function.state, function.inputs[0]))
+    placements = function.placements
+    for axis, placement in placements[-1].by_axis:
+        if placement == Replicate() or function.mesh.sizes[axis] == 1:
+            continue
+        claimed = Placements(**(dict(placements[-1].by_axis) | {axis: Replicate()}))
+        step = graphify(shard(function.fn, function.mesh, placements[:3], (placements[1], claimed)))
+        try:
+            step(params, clone(state), x)
+        except MeshError:
+            continue
+        law = "L22 false replicas are refused"
+        raise LawViolation(f"{law}: {placement} along {axis!r} is taken for Replicate(), and a graph is made of it")
 
 
 def shares_are_the_model(scenario: Scenario, num_ranks: int, num_stages: int, captured: bool) -> None:

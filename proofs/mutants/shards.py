@@ -34,7 +34,7 @@ from weft.transforms.shards.shard import Parts
 from weft.transforms.shards.surroundings import ClosedOver
 
 _LOCAL, _SHARD = "weft.transforms.shards.local", "weft.transforms.shards.shard"
-_TRACING = "weft.transforms.shards.tracing"
+_TRACING, _NUMBERS = "weft.transforms.shards.tracing", "weft.transforms.shards.value_numbers"
 _SHARES, _READING = "weft.stages.shares", "weft.stages.checkpoints.reading"
 _DECODER = "weft.stages.decoder"
 
@@ -245,8 +245,14 @@ def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0)
     return torch.cat((adapted(y[:1], x, lora, batch, 1), y[1:]))
 
 
+def _one_for_all(effect: Collective, every: Sequence[int], numbers: Any) -> list[int]:
+    """Each rank's result of any collective is the same."""
+    return [numbers.of(effect.verb, *every)] * len(every)
+
+
 _FUNCTION, _COMMUTE = find("L22", "shards are the function"), find("L22", "commute")
 _SURROUNDINGS = find("L22", "surroundings of shards")
+_REPLICAS = find("L22", "false replicas")
 _MODEL, _SAME_BITS = find("L22", "the model"), find("L22", "same bits")
 
 
@@ -287,6 +293,9 @@ SHARDS = (
         find("L22", "disagree"),
         _method(Machine, "_match", _matches_any),
     ),
+    Mutant("all parts of an argument are one", _REPLICAS, replace(_SHARD, "part_key", lambda *_: ())),
+    Mutant("the number of a rank is not seen", _REPLICAS, replace(_NUMBERS, "value_key", type)),
+    Mutant("ranks exchange nothing", _REPLICAS, replace(_NUMBERS, "_combined", _one_for_all)),
     Mutant("a block's results are not summed", _MODEL, _method(TensorRanks, "total", _not_summed)),
     Mutant("query heads are not those of the columns", _MODEL, replace(_SHARES, "_share_field", _heads_of_the_next)),
     Mutant("all ranks have the first keys", _MODEL, replace(_SHARES, "_share_field", _keys_of_the_first)),

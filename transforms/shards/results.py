@@ -11,6 +11,7 @@ from weft.errors import MeshError
 from weft.meshes.distribute import match_placements
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Layout, PerRank, Replicate, Shard, everywhere, on_axes
+from weft.meshes.replicas import replicas
 from weft.transforms.shards.tracing import Trace
 from weft.trees import leaves_with_names, tree_flatten, tree_unflatten
 
@@ -23,14 +24,15 @@ class PlacedResult:
         name: of the leaf, as errors have it.
         indices: the index of the leaf among those of each rank.
         layout: the placement on each axis. A leaf that is no tensor is the same on all ranks.
-        is_argument: whether it is an argument on each rank, written in place or not.
+        unproven: the axes along which it is `Replicate()`, each with ranks that do not compute it from the same values,
+            by their traces.
         has_known_size: whether its size does not depend on values of tensors.
     """
 
     name: str
     indices: tuple[int, ...]
     layout: Layout
-    is_argument: bool
+    unproven: tuple[tuple[str, tuple[int, ...]], ...]
     has_known_size: bool
 
     def of(self, made: Sequence[Sequence[Any]]) -> list[Any]:
@@ -45,8 +47,10 @@ class _Place:
     index: int
 
 
-def place_results(traces: Sequence[Trace], mesh: Mesh, out_placements: Any, call: str) -> Iterator[PlacedResult]:
-    """The leaves of the result that are placed.
+def place_results(
+    traces: Sequence[Trace], numbers: Sequence[Sequence[int]], mesh: Mesh, out_placements: Any, call: str
+) -> Iterator[PlacedResult]:
+    """The leaves of the result that are placed. `numbers` has a value number for each leaf of each rank.
 
     Raises:
         MeshError: placements of another structure than the result, or results that do not fit together: their
@@ -69,13 +73,16 @@ def place_results(traces: Sequence[Trace], mesh: Mesh, out_placements: Any, call
             leaves = [one.leaves[index] for one, index in zip(traces, indices, strict=True)]
             name = names[indices[0]]
             refuse_unlike(name, [leaf.meta["val"] if isinstance(leaf, Node) else leaf for leaf in leaves], given, call)
-            arguments = [one.arguments.get(index) for one, index in zip(traces, indices, strict=True)]
+            values = [own[index] for own, index in zip(numbers, indices, strict=True)]
             layout = given
             if isinstance(leaves[0], Node):
                 _refuse_missing(name, leaves[0], given, call)
             else:
                 layout = everywhere(Replicate(), mesh)
-            yield PlacedResult(name, indices, layout, None not in arguments, all(map(_has_known_size, leaves)))
+            unproven = tuple(
+                (axis, ranks) for axis, ranks in replicas(layout, mesh) if len({values[rank] for rank in ranks}) > 1
+            )
+            yield PlacedResult(name, indices, layout, unproven, all(map(_has_known_size, leaves)))
 
 
 def _has_known_size(leaf: Any) -> bool:

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -21,28 +22,33 @@ from weft.meshes.placements import (
     PerRank,
     Shard,
     on_axes,
+    part_key,
     part_of,
     same_parts,
     whole_of,
 )
-from weft.meshes.replicas import ranks_in_words, unequal_replicas
+from weft.meshes.replicas import differing, ranks_in_words
+from weft.ops.transfers.collective import current_place
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import (
     WithoutAutocast,
     default_device,
     in_functorch_transform,
+    in_trace_of_torch,
     is_fake,
     may_be_differentiated,
     switches,
     uncompiled,
     without_modes,
 )
+from weft.transforms.graphs.backends.loops import current_looper
 from weft.transforms.graphs.calls.key import check_plain, check_tensors
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.results import PlacedResult, place_results, refuse_unlike
 from weft.transforms.shards.surroundings import ClosedOver, wrapped_tensors
 from weft.transforms.shards.tracing import Trace, has_strides, refuse_layout, trace
+from weft.transforms.shards.value_numbers import result_numbers
 from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from weft.value_keys import value_key
 
@@ -57,11 +63,13 @@ class Parts:
         by_rank: for each rank.
         sources: for the identity of each of their tensors, the argument that it is a part of, and its placements.
         replicas: the identities of those that an earlier rank holds, too.
+        keys: for each rank and tensor, in order, what is the same for equal parts of one tensor alone.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
     sources: dict[int, tuple[Tensor, Layout]]
     replicas: set[tuple[int, int]]
+    keys: tuple[list[Hashable], ...]
 
     def tensors(self, traces: Sequence[Trace], call: str) -> list[list[Tensor]]:
         """Each rank's tensors. A replica that the function writes in place is a copy.
@@ -94,14 +102,12 @@ class Traces:
         order: of their effects.
         closed_over: what they read that is not an argument.
         results: the leaves of the result that are placed.
-        was_compared: whether an earlier call compared all replicas.
     """
 
     by_rank: tuple[Trace, ...]
     order: tuple[Step, ...]
     closed_over: ClosedOver
     results: tuple[PlacedResult, ...]
-    was_compared: bool = False
 
 
 class Sharded:
@@ -161,13 +167,14 @@ class Sharded:
         if len(given) != len(args):
             seen = f"in_placements for {len(given)} arguments, and {len(args)} arguments"
             raise MeshError(f"{self._call}(...)", seen, "a placement, or a tree of them, for each argument")
-        made = Parts(tuple(() for _ in self.mesh), {}, set())
+        made = Parts(tuple(() for _ in self.mesh), {}, set(), tuple([] for _ in self.mesh))
         by_rank = [list[Any]() for _ in self.mesh]
         for index, (prefix, arg) in enumerate(zip(given, args, strict=True)):
             self._check_tensors(arg, index)
             placed, below, structure = match_placements(prefix, arg, self._call, f"in_placements[{index}]")
             for rank, own in enumerate(by_rank):
-                found = [self._part(*each, rank, made) for each in zip(placed, below, strict=True)]
+                parts = zip(placed, below, strict=True)
+                found = [self._part(*each, rank, made, (index, place)) for place, each in enumerate(parts)]
                 own.append(tree_unflatten(found, structure))
         return attrs.evolve(made, by_rank=tuple(map(tuple, by_rank)))
 
@@ -187,20 +194,26 @@ class Sharded:
             check_tensors(known, self._call, names)
         check_plain(leaves, self._call, names, "close over it if it never changes")
 
-    def _part(self, placement: Any, tree: Any, rank: int, given: Parts) -> Any:
+    def _part(self, placement: Any, tree: Any, rank: int, given: Parts, name: Hashable) -> Any:
+        """A rank's part of a tree that has one placement."""
         if isinstance(placement, PerRank):
             if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
                 seen = f"PerRank() of {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
                 raise MeshError(self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks")
+            num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(tree[rank]))
+            given.keys[rank].extend((name, number, rank) for number in range(num_tensors))
             return tree[rank]
         layout = on_axes(placement, self.mesh, f"{self._call}: in_placements")
         place = self.mesh.coordinates(rank)
         is_first = not any(place[axis] for axis, own in layout if not isinstance(own, Shard))
+        cut = part_key(layout, self.mesh, rank)
+        numbers = itertools.count()
 
         def part(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             refuse_donated(leaf, call=self._call)
+            given.keys[rank].append((name, next(numbers), cut))
             made = part_of(leaf, layout, self.mesh, rank, self._call)
             given.sources[id(made)] = leaf, layout
             if not is_first:
@@ -222,7 +235,7 @@ class Sharded:
         key = structures, tuple(map(_leaf_key, every)), modes
         found = self._traces.get(key)
         if found is None or found.closed_over.has_changed():
-            found = self._make_traces(flat, grads)
+            found = self._make_traces(flat, given.keys, grads)
             if len(self._traces) >= _MAX_TRACES:
                 self._traces.clear()
             if found.closed_over.is_lasting:
@@ -231,7 +244,9 @@ class Sharded:
                 self._traces.pop(key, None)
         return found
 
-    def _make_traces(self, flat: Sequence[tuple[Any, TreeSpec]], grads: bool) -> Traces:
+    def _make_traces(
+        self, flat: Sequence[tuple[Any, TreeSpec]], keys: Sequence[Sequence[Hashable]], grads: bool
+    ) -> Traces:
         """Trace the function on all ranks."""
         wrapped = wrapped_tensors(self._fn) if in_functorch_transform() else []
         by_rank = tuple(
@@ -240,10 +255,11 @@ class Sharded:
         )
         closed_over = [x for one in by_rank for x in one.closed_over]
         if not grads and torch.is_grad_enabled() and any(x.requires_grad for x in closed_over):
-            return self._make_traces(flat, grads=True)
+            return self._make_traces(flat, keys, grads=True)
         with without_modes():
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
-            results = tuple(place_results(by_rank, self.mesh, self.out_placements, self._call))
+            numbers = result_numbers(by_rank, order, keys)
+            results = tuple(place_results(by_rank, numbers, self.mesh, self.out_placements, self._call))
             return Traces(by_rank, order, ClosedOver(self._fn, closed_over), results)
 
     def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
@@ -275,25 +291,29 @@ class Sharded:
 
         return tree_map(whole, *parts)
 
-    def _compare(self, traces: Traces, made: Sequence[Sequence[Any]]) -> None:
-        """Raise MeshError where ranks differ in what `out_placements` says that they have alike.
-
-        The first call with a signature compares all of it. Later ones skip what is on a GPU, for which the host would
-        wait, and arguments, written in place or not, as they may be large and change little.
-        """
+    def _compare(self, traces: Traces, results: Sequence[Sequence[Any]]) -> None:
+        """Raise MeshError where ranks differ in what `out_placements` says that they have alike; or where, by their
+        traces, they may differ later: on the other values of a replay, or in their derivatives."""
         for result in traces.results:
-            leaves = result.of(made)
-            if traces.was_compared and (result.is_argument or not isinstance(leaves[0], Tensor) or leaves[0].is_cuda):
-                continue
-            if found := next(unequal_replicas(leaves, result.layout, self.mesh), None):
-                axis, ranks = found
-                seen = f"{result.name} is Replicate() along {axis!r}, and {ranks_in_words(ranks)} have different values"
-                instead = f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial() or Shard(dim)"
-                if not isinstance(leaves[0], Tensor):
-                    seen = f"{result.name} is no tensor, and {ranks_in_words(ranks)} have different values"
+            leaves = result.of(results)
+            for axis, ranks in result.unproven:
+                replicas = [leaves[rank] for rank in ranks]
+                is_tensor = isinstance(replicas[0], Tensor)
+                apart = f"{ranks_in_words(ranks)} do not compute it from the same values"
+                if is_tensor and _is_recorded():
+                    fault = f"{apart}, and may differ in a replay"
+                elif unequal := differing(replicas):
+                    different = ranks_in_words([ranks[0], *(ranks[index] for index in unequal)])
+                    fault = f"{different} have different values"
+                elif is_tensor and any(map(may_be_differentiated, replicas)):
+                    fault = f"{apart}, and their derivatives may differ"
+                else:
+                    continue
+                if not is_tensor:
                     instead = "a value that is the same on all ranks; or PerRank() as its placement"
-                raise MeshError(self._call, seen, instead)
-        traces.was_compared = True
+                    raise MeshError(self._call, f"{result.name} is no tensor, and {fault}", instead)
+                instead = f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial() or Shard(dim)"
+                raise MeshError(self._call, f"{result.name} is Replicate() along {axis!r}, and {fault}", instead)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the traces: a copy makes its own."""
@@ -301,6 +321,13 @@ class Sharded:
 
     def __repr__(self) -> str:
         return f"<Sharded {self._name} on {self.mesh}>"
+
+
+def _is_recorded() -> bool:
+    """Whether a graph or a trace is being made, which will run again on other values."""
+    place = current_place()
+    is_traced = place is not None and place.number < 0  # by a shard around this one
+    return is_traced or current_looper() is not None or in_trace_of_torch()
 
 
 def _leaf_key(leaf: Any) -> Any:
@@ -339,7 +366,8 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
 
     Raises:
         MeshError: placements that do not fit the mesh, the arguments or the results; results of other shapes or dtypes
-            on other ranks; or a result that is placed as `Replicate()`, and of which ranks have different values.
+            on other ranks; a result that is placed as `Replicate()`, and of which ranks have different values; or, in a
+            graph or a derivative, one that they do not compute from the same values.
         ProgramError: ranks that do not run the same collectives in the same order.
         CaptureError: a function that reads the values of tensors, writes one in place that is no argument, or draws
             random numbers; or a tensor of a subclass of `torch.Tensor`.

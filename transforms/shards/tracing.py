@@ -169,11 +169,11 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
     origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
     returned = {place: index for place, index in origins if index is not None}
     _separate_elements(graph)
-    storages = _written(graph)
+    storages = {storage for node in graph.nodes for storage in written_by(node)}
     _allow_other_strides(graph, storages)
-    written = frozenset(index for node, index in inputs.items() if _storage(node) in storages)
+    written = frozenset(index for node, index in inputs.items() if storage_of(node) in storages)
     closed_over = (node for node in graph.find_nodes(op="get_attr") if node.target in recorder.closed_over)
-    if (node := next((node for node in closed_over if _storage(node) in storages), None)) is not None:
+    if (node := next((node for node in closed_over if storage_of(node) in storages), None)) is not None:
         seen = f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank writes in place"
         raise CaptureError(recorder.call, seen, "an argument, whose new value the function returns")
     parts, collectives = _cut(graph)
@@ -564,27 +564,25 @@ def has_derivatives(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _storage(node: Node) -> int:
+def storage_of(node: Node) -> int:
+    """The storage of the tensor that a node made."""
     return storage_id(node.meta["val"])
 
 
-def _written(graph: Graph) -> set[int]:
-    """The storages that an operator writes in place."""
-    found = set[int]()
-    for node in graph.nodes:
-        arguments = () if (schema := schema_of(node.target)) is None else schema.arguments
-        given = {own.name: arg for own, arg in zip(arguments, node.args, strict=False)} | node.kwargs
-        for own in arguments:
-            if own.alias_info is not None and own.alias_info.is_write and own.name in given:
-                found.update(_storage(leaf) for leaf in tree_flatten(given[own.name])[0] if isinstance(leaf, Node))
-    return found
+def written_by(node: Node) -> Iterator[int]:
+    """The storages that a node's operator writes in place."""
+    arguments = () if (schema := schema_of(node.target)) is None else schema.arguments
+    given = {own.name: arg for own, arg in zip(arguments, node.args, strict=False)} | node.kwargs
+    for own in arguments:
+        if own.alias_info is not None and own.alias_info.is_write and own.name in given:
+            yield from (storage_of(leaf) for leaf in tree_leaves(given[own.name]) if isinstance(leaf, Node))
 
 
 def _allow_other_strides(graph: Graph, written: set[int]) -> None:
     """Turn views into `reshape`, where nothing writes to them: under `vmap` the tensors may have strides that allow no
     view. On the strides of the trace `reshape` makes the same view."""
     for node in graph.nodes:
-        if node.target in VIEWS and _storage(node) not in written:
+        if node.target in VIEWS and storage_of(node) not in written:
             node.target = torch.ops.aten.reshape.default
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from refusal import refused
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import weft
 from weft.errors import MeshError
@@ -25,7 +26,6 @@ def forgot(x: Tensor) -> Tensor:
 
 RUNS: dict[str, Any] = {
     "a call": lambda step: step,
-    "a graph": graphify,
     "autograd": lambda step: lambda x: step(x.requires_grad_()),
     "no grad": torch.no_grad(),
 }
@@ -111,7 +111,55 @@ def test_every_bit_counts(name: str) -> None:
     assert differing((SAME | OTHER)[name]) == ([1] if name in OTHER else [])
 
 
-def test_what_cannot_be_read_counts_as_equal() -> None:
-    step = weft.shard(forgot, TWO, weft.Shard(0), weft.Replicate())
+LATER: dict[str, Any] = {
+    "a graph": graphify,
+    "a graph of vmap": lambda step: lambda x: graphify(torch.func.vmap(step))(x[None]),
+    "a shard around it": lambda step: weft.shard(step, weft.Mesh(outer=1), weft.Replicate(), weft.Replicate()),
+    "a trace of torch": lambda step: lambda x: make_fx(step)(x),
+    "linearize": lambda step: lambda x: torch.func.linearize(step, x),
+    "grad": lambda step: torch.func.grad(lambda x: step(x).sum()),
+    "jvp": lambda step: lambda x: torch.func.jvp(step, (x,), (x,)),
+    "autograd": lambda step: lambda x: step(x.requires_grad_()),
+}
+"""What uses the result later, or its derivative, where zeros are equal now."""
+
+
+def wrote(x: Tensor) -> Tensor:
+    """The same, in place."""
+    return x[0].mul(0).add_(x.sum(0))
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("fn", [forgot, wrote])
+def test_equal_values_do_not_hide_it(name: str, fn: Any) -> None:
+    step = LATER[name](weft.shard(fn, TWO, weft.Shard(0), weft.Replicate()))
+    seen = "result is Replicate() along 'tensor', and ranks 0 and 1 do not compute it from the same values<any>"
+    with refused(MeshError, "<any>", seen, "<any>"):
+        step(torch.zeros(4, 2))
+
+
+def test_every_row_of_vmap_is_compared() -> None:
+    step = torch.func.vmap(weft.shard(forgot, TWO, weft.Shard(0), weft.Replicate()))
+    assert step(torch.zeros(3, 4, 2)).tolist() == [[0, 0]] * 3
+    x = torch.zeros(3, 4, 2)
+    x[2, 3, 1] = 1
+    with refused(MeshError, CALL, SEEN, INSTEAD):
+        step(x)
+
+
+def test_what_all_ranks_compute_alike_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(state: Tensor, x: Tensor) -> Any:
+        total = weft.all_gather(weft.all_reduce(x, "data"), "tensor").sum(0)
+        state.add_(total)
+        return state, total / 2, weft.ppermute(total, "tensor", [(0, 1), (1, 0)])
+
+    monkeypatch.setattr(f"{weft.shard.__module__}.differing", None)
+    mesh = weft.Mesh(data=2, tensor=2)
+    placed = weft.Replicate(), weft.Placements(data=weft.Shard(0), tensor=weft.Shard(0))
+    sharded = weft.shard(f, mesh, placed, weft.Replicate())
     x = torch.arange(8.0).view(4, 2)
-    assert torch.equal(torch.func.vmap(step)(x[None])[0], x[:2].sum(0))
+    for step in (sharded, graphify(sharded, donate_argnames="state")):
+        state, half, sent = step(torch.ones(2), x)
+        assert torch.equal(state, 1 + x.sum(0))
+        assert torch.equal(half, x.sum(0) / 2)
+        assert torch.equal(sent, x.sum(0))

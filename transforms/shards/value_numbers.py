@@ -1,0 +1,155 @@
+"""Value numbers: which values of several ranks are equal by their traces, whatever the arguments hold.
+
+As in a compiler, two values have one number if the same operator computes them from values with the same numbers. Here
+the values are those of all ranks. A collective gives values of several ranks to one: the sum over all ranks has one
+number on each of them. An operator that writes in place gives its memory a new number.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from weft.meshes.collectives import AllGather, AllReduce, Collective, PPermute
+from weft.torchapi.private import is_fake, without_modes
+from weft.transforms.pipelines.machine import Step
+from weft.transforms.shards.tracing import Trace, storage_of, written_by
+from weft.value_keys import value_key
+
+_MOST_ELEMENTS = 1024
+"""The most elements of a constant that is compared by its values."""
+
+
+class _Numbers:
+    """The numbers of expressions."""
+
+    def __init__(self) -> None:
+        self._numbers = dict[Hashable, int]()
+
+    def of(self, *expression: Hashable) -> int:
+        """The number of an expression, which is a new one for an expression that has none."""
+        try:
+            return self._numbers.setdefault(expression, len(self._numbers))
+        except TypeError:  # it cannot be compared with others
+            return self.of(object())
+
+
+@attrs.define(eq=False)
+class _Rank:
+    """The numbers of one rank's values.
+
+    Args:
+        trace: of the rank.
+        numbers: those of all ranks.
+        made: the number that each node's value had when it was made.
+        memory: for the storages that have been written in place, the number of what they hold.
+        done: how many parts it has run.
+    """
+
+    trace: Trace
+    numbers: _Numbers
+    made: dict[Node, int]
+    memory: dict[int, int] = attrs.field(factory=dict)
+    done: int = 0
+
+    def run_part(self) -> None:
+        """Number the values up to the next collective, or the end."""
+        for node in self.trace.parts[self.done]:
+            self.made[node] = self._constant(node) if node.op == "get_attr" else self._call(node)
+        self.done += 1
+
+    def _constant(self, node: Node) -> int:
+        tensor = self.trace.outside[str(node.target)]
+        is_constant = not any(tensor is x for x in self.trace.closed_over)
+        if not is_constant or tensor.device.type != "cpu" or is_fake(tensor) or tensor.numel() > _MOST_ELEMENTS:
+            return self.numbers.of("outside", id(tensor))
+        with without_modes():
+            return self.numbers.of("constant", tensor.dtype, tensor.shape, _bits(tensor))
+
+    def _call(self, node: Node) -> int:
+        args = tuple(self._argument(value) for value in node.args)
+        kwargs = tuple((name, self._argument(value)) for name, value in node.kwargs.items())
+        number = self.numbers.of(node.target, args, kwargs)
+        for storage in written_by(node):
+            self.memory[storage] = self.numbers.of("written", number, self.memory.get(storage))
+        return number
+
+    def _argument(self, value: Any) -> Hashable:
+        if isinstance(value, Node):
+            return self.now(value)
+        if isinstance(value, tuple | list):
+            return tuple(map(self._argument, value))
+        key: Hashable = value_key(value)
+        return key
+
+    def now(self, node: Node) -> int:
+        """The number of a node's value as it is now."""
+        if not isinstance(node.meta.get("val"), Tensor):
+            return self.made[node]
+        written = self.memory.get(storage_of(node))
+        return self.made[node] if written is None else self.numbers.of("read", self.made[node], written)
+
+    def offered(self) -> int:
+        """The number of what this rank brings to the collective after the parts that it has run."""
+        node, _ = self.trace.collectives[self.done - 1]
+        return self.now(node.all_input_nodes[0])
+
+    def results(self) -> Iterator[int]:
+        """The numbers of the leaves of the result."""
+        for leaf in self.trace.leaves:
+            yield self.now(leaf) if isinstance(leaf, Node) else self.numbers.of("leaf", value_key(leaf))
+
+
+def result_numbers(
+    traces: Sequence[Trace], order: Sequence[Step], arguments: Sequence[Sequence[Hashable]]
+) -> list[list[int]]:
+    """For each rank, the numbers of the leaves of its result.
+
+    Args:
+        traces: of all ranks.
+        order: of their effects, which their programs allow.
+        arguments: for each rank and tensor of its arguments, what tells its values from those of other arguments and
+            parts.
+    """
+    numbers = _Numbers()
+    ranks = []
+    for trace, keys in zip(traces, arguments, strict=True):
+        nodes = trace.graph.find_nodes(op="placeholder")
+        inputs = {node: numbers.of("argument", key) for node, key in zip(nodes, keys, strict=True)}
+        ranks.append(_Rank(trace, numbers, inputs))
+    results = dict[int, int]()  # of ranks that have not come to the collective in which another one got them
+    for step in order:
+        rank = ranks[step.rank]
+        effect = step.effect
+        if not isinstance(effect, Collective):
+            rank.run_part()
+            continue
+        if step.rank not in results:
+            every = [ranks[other].offered() for other in effect.ranks]
+            results.update(zip(effect.ranks, _combined(effect, every, numbers), strict=True))
+        node, _ = rank.trace.collectives[rank.done - 1]
+        rank.made[node] = results.pop(step.rank)
+    return [list(rank.results()) for rank in ranks]
+
+
+def _combined(effect: Collective, every: Sequence[int], numbers: _Numbers) -> Iterator[int]:
+    """The numbers of the results of a collective, for each of its ranks in order."""
+    for place in range(len(every)):
+        match effect:
+            case AllReduce() | AllGather():
+                yield numbers.of(effect.verb, *every)
+            case PPermute():
+                source = effect.source_of(place)
+                sent = "zeros" if source is None else every[source]
+                yield numbers.of(effect.verb, str(effect.schema), sent)
+            case _:
+                yield numbers.of(effect.verb, place, *every)
+
+
+def _bits(tensor: Tensor) -> Hashable:
+    """The bits of a tensor's values."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(dense.reshape(-1).view(torch.uint8).tolist())
