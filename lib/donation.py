@@ -16,7 +16,14 @@ from torch import Tensor
 
 from weft.containers import changed_container, containers_in
 from weft.errors import ArgumentError, DonatedError
-from weft.torchapi.private import is_differentiated, is_functorch_wrapped_tensor, seen_as, storage_id
+from weft.torchapi.private import (
+    in_functorch_transform,
+    innermost,
+    is_differentiated,
+    is_functorch_wrapped_tensor,
+    seen_as,
+    storage_id,
+)
 from weft.trees import (
     built,
     class_fields,
@@ -75,6 +82,10 @@ def donate(tree: T, *, to: str) -> T:
 
     Torch knows nothing of donation. It still reads a plain tensor that was donated, which holds whatever the taker
     wrote. A value of a `donatable` class, such as `weft.State`, is emptied, so that its fields raise.
+
+    Only the tensor object that was donated bears the mark, and only arguments are looked at. Other objects with its
+    storage are not refused: views of it (`jvp` passes one), its `detach()`, and the tensor itself where a function
+    closes over it. So donate what nothing else names.
 
     Args:
         tree: any pytree; `donatable` nodes are emptied, plain tensors are marked.
@@ -141,11 +152,33 @@ def take_node(node: Any, to: str) -> None:
 
 
 def refuse_donated(value: Any, *, call: str) -> None:
-    """Raise if `value` is a tensor that was donated before."""
-    taker = getattr(value, TAKEN, None) if isinstance(value, Tensor) else None
+    """Raise if `value` is a tensor that was donated before, also where a transform of torch.func wraps it."""
+    taker = getattr(innermost(value), TAKEN, None) if isinstance(value, Tensor) else None
     if taker is not None:
         shape = tuple(value.shape)
         raise DonatedError(call, f"a tensor of shape {shape} that was donated to {taker}", _INSTEAD)
+
+
+def refuse_donated_in(call: str, **arguments: Any) -> None:
+    """Raise if a tensor in one of these trees was donated before. Every transform that takes trees of tensors calls it,
+    except in torch.compile, which sees no marks.
+
+    Args:
+        call: the call of the transform, for the error message.
+        arguments: the trees, by the names of the arguments.
+    """
+    if torch.compiler.is_compiling():
+        return
+    is_transformed = in_functorch_transform()
+    for name, tree in arguments.items():
+        for index, leaf in enumerate(tree_leaves(tree)):
+            if not isinstance(leaf, Tensor) or not (is_transformed or hasattr(leaf, TAKEN)):
+                continue  # as nearly every leaf, at a fifth of the price of the call below
+            try:
+                refuse_donated(leaf, call=call)
+            except DonatedError as error:
+                path = name + leaves_with_names(tree)[index][0]
+                raise DonatedError(call, f"{path}, {error.seen}", error.instead) from None
 
 
 def clone(tree: T) -> T:
@@ -164,8 +197,7 @@ def clone(tree: T) -> T:
         DonatedError: a tensor was donated before, so that its values are new ones.
     """
     leaves, structure = tree_flatten(tree)
-    for leaf in leaves:
-        refuse_donated(leaf, call="weft.clone(tree)")
+    refuse_donated_in("weft.clone(tree)", tree=tree)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     copies: dict[int, Tensor] = {}
     for sharing in _by_storage(tensors.values()):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.descriptor import arguments_of, check_descriptor
+from weft.donation import refuse_donated_in
 from weft.errors import DescriptorError
 from weft.trees import Axes, find_descriptors, leaf_axes, map_sized
 
@@ -51,6 +52,7 @@ def pad(tree: T, descriptor: Any) -> T:
 
     Raises:
         DescriptorError: the descriptor does not cover a batch, or a tensor is larger than it allows.
+        DonatedError: a tensor was donated before.
 
     >>> from weft.batch import Batch
     >>> from weft.descriptor import BatchDescriptor
@@ -75,6 +77,7 @@ def pad(tree: T, descriptor: Any) -> T:
         return grow(value, spec, descriptor)
 
     call = f"weft.pad({type(tree).__name__}, {descriptor})"
+    refuse_donated_in(call, tree=tree)
     for one in (descriptor, *found):
         check_descriptor(one, call)
     beyond = next((own for own in found if not descriptor.covers(own)), None)
@@ -114,9 +117,12 @@ def unpad(tree: T, descriptor: Any) -> T:
 
     Raises:
         DescriptorError: a value is smaller than the descriptor says.
+        DonatedError: a tensor was donated before.
     """
 
-    check_descriptor(descriptor, f"weft.unpad({type(tree).__name__}, {descriptor})")
+    call = f"weft.unpad({type(tree).__name__}, {descriptor})"
+    refuse_donated_in(call, tree=tree)
+    check_descriptor(descriptor, call)
     return map_sized(lambda value, spec: cut(value, spec, descriptor), tree, descriptor)
 
 

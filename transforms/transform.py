@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import attrs
 
 from weft.arguments.checks import Rule, check_values, kind_of
+from weft.donation import refuse_donated_in
 from weft.errors import ProgramError
 from weft.trees import pytree
 
@@ -67,6 +68,7 @@ class Transform:
     Raises:
         ProgramError: `init` or `apply` is not a function; or, at a call, the state is not a `Carried`, or `apply`
             returns something else.
+        DonatedError: at a call, an argument that was donated before.
 
     >>> import torch, weft
     >>> counted = Transform(
@@ -90,6 +92,7 @@ class Transform:
 
     def carry(self, params: Any, state: Any) -> Carried:
         """The first state of a transformed step, made from the first state of the inner step."""
+        refuse_donated_in("Transform(...).carry(...)", params=params, state=state)
         return _carried(state, self.init(params, state))
 
     def __call__(self, step: F) -> F:
@@ -99,6 +102,7 @@ class Transform:
 
         @functools.wraps(step)
         def run(params: Any, state: Any, *rest: Any) -> Any:
+            refuse_donated_in(f"Transform(...)({name})(...)", params=params, state=state, rest=rest)
             if isinstance(state, Carried):
                 applied: Any = self.apply(step, state.own, params, state.state, *rest)
                 if isinstance(applied, tuple) and len(applied) == 3:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.donation import refuse_donated_in
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, is_placement, on_axes, part_of
@@ -26,6 +27,7 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
 
     Raises:
         MeshError: placements that do not fit the mesh or the tree, or a dimension that the ranks cannot share evenly.
+        DonatedError: a tensor was donated before.
 
     >>> import torch, weft
     >>> params = {"up": torch.ones(4, 8), "down": torch.ones(8, 4)}
@@ -35,6 +37,7 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
     """
     call = f"weft.distribute(tree, {mesh!s:.80}, ...)"
     own = Mesh.of(mesh, call)
+    refuse_donated_in(call, tree=tree)
     placed, below, structure = match_placements(placements, tree, call, "placements")
     if any(isinstance(one, PerRank) for one in placed):
         raise MeshError(call, "PerRank() of a whole tree", "Shard(dim), Replicate() or Partial()")

@@ -1,8 +1,10 @@
 """Donation: using the old value is an error, the new one has its storage, and nothing else changes."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -13,9 +15,12 @@ from refusal import refused
 from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
 
+import weft
+from weft import transforms
 from weft.donation import clone, donatable, donate, donated_argnames, donates, refuse_donated
 from weft.errors import ArgumentError, DonatedError
 from weft.proofs.laws import assert_equal
+from weft.proofs.reference import names_of
 from weft.state import State
 from weft.trees import OF_THIS_VALUE, pytree, static, tree_leaves, tree_map
 
@@ -253,3 +258,136 @@ def test_gradients_flow_through_a_donated_tensor() -> None:
     w = torch.ones(2, requires_grad=True)
     donates("s")(lambda s: (s * 3).sum())(w * 2).backward()
     assert_equal("gradient", w.grad, torch.full((2,), 6.0))
+
+
+# the public transforms ------------------------------------------------------------------------------------------------
+
+TREES = {"params", "state", "batch", "batches", "tree", "args"}
+"""Names of arguments that are trees of tensors, of a method."""
+
+
+def step(params: Any, state: Any, batch: Any) -> Any:
+    return state, batch
+
+
+def stage(params: Any, state: Any, batch: Any, x: Any) -> Any:
+    return state, batch
+
+
+def unchanged(state: Any, batch: Any, out: Any) -> Any:
+    return state
+
+
+def each_of(call: Callable[[Any, Any, Any], Any]) -> list[Callable[[Any], Any]]:
+    """Calls of a step that have a tensor in one of their arguments."""
+    return [
+        lambda x: call([{"w": x}], [None], torch.ones(2)),
+        lambda x: call([None], [{"w": x}], torch.ones(2)),
+        lambda x: call([None], [None], {"w": x}),
+    ]
+
+
+PIPELINED = weft.pipeline([stage], advance=unchanged)
+GRAPH = weft.graphify(step)
+PIECES = weft.piecewise(lambda x: (x + 1).sort().values, split_at="aten::sort")
+TRANSFORM = transforms.Transform(init=lambda params, state: None, apply=lambda f, own, *rest: (own, *f(*rest)))
+ON_TWO = weft.Mesh(tensor=2)
+SHARDED = weft.shard(lambda x: x, ON_TWO, weft.Replicate(), weft.Replicate())
+REFUSE: dict[str, list[Callable[[Any], Any]]] = {
+    "admit": [lambda x: weft.admit(x, [0], [[0]], [weft.SamplingParams()], [[1]])],
+    "advance": [lambda x: weft.advance(x, weft.Batch.decode([0]), None)],
+    "clone": [lambda x: weft.clone({"w": x})],
+    "compose": each_of(weft.compose([stage])),
+    "distribute": [lambda x: weft.distribute({"w": x}, ON_TWO, {"w": weft.Shard(0)})],
+    "donate": [lambda x: weft.donate([x], to="f(x)")],
+    "donates": [weft.donates("x")(lambda x: x)],
+    "graphify": each_of(GRAPH),
+    "join": [lambda x: transforms.join([{"x": x}], [x]), lambda x: transforms.join([x, x], [x, x])],
+    "launch": [lambda x: transforms.launch(print, 1, {"w": x})],
+    "microbatch": each_of(weft.microbatch(step, 2)),
+    "pad": [lambda x: weft.pad([x, weft.Batch.decode([0])], weft.BatchDescriptor.uniform(2))],
+    "piecewise": [PIECES],
+    "pipeline": each_of(weft.pipeline([stage], microbatches=2)),
+    "scan": [*each_of(weft.scan(step, 2)), *each_of(weft.scan(PIPELINED, 2))],
+    "shard": [SHARDED],
+    "split": [lambda x: transforms.split(x, 1), lambda x: transforms.split({"x": x}, 2)],
+    "unpad": [lambda x: weft.unpad([x, weft.Batch.decode([0])], weft.BatchDescriptor.uniform(1))],
+    "while_loop": [lambda x: weft.while_loop(lambda x: x.sum() < 1, lambda x: x, x)],
+    "Compiled.__call__": [lambda x: PIECES.lower(torch.ones(2)).compile()(x)],
+    "Graphified.__call__": each_of(GRAPH),
+    "Graphified.capture": each_of(GRAPH.capture),
+    "Graphified.compile_ahead": each_of(lambda *args: GRAPH.compile_ahead(*args)),
+    "Graphified.explain": each_of(GRAPH.explain),
+    "Graphified.lower": each_of(GRAPH.lower),
+    "Graphified.memory_estimate": each_of(GRAPH.memory_estimate),
+    "Graphified.rehearse": each_of(GRAPH.rehearse),
+    "Pipelined.__call__": each_of(PIPELINED),
+    "Pipelined.repeat": each_of(lambda *args: PIPELINED.repeat(*args, 2)),
+    "Pipelined.session": each_of(lambda p, s, b: PIPELINED.session(p, s).submit([b], [transforms.Job()])),
+    "Pipelined.stream": each_of(lambda p, s, b: PIPELINED.stream(p, s, [b])),
+    "Session.submit": [lambda x: PIPELINED.session([None], [None]).submit([x], [transforms.Job()])],
+    "Sharded.__call__": [SHARDED],
+    "Sharded.programs": [SHARDED.programs],
+    "Transform.__call__": each_of(lambda p, s, b: TRANSFORM(step)(p, transforms.Carried(s, None), b)),
+    "Transform.carry": each_of(lambda p, s, b: TRANSFORM.carry([p, b], s)),
+}
+"""The public functions and methods that take trees of tensors: calls that are given one tensor."""
+OTHERS = {
+    "operators, which read tensors as torch's do": "all_gather all_reduce all_to_all ppermute reduce_scatter",
+    "it reads no value": "inert",
+    "another function is called as it is": "lift",
+    "a whole model, which the steps of an engine take": "generate logprobs make_runner make_state verify Engine.update",
+    "no tensors": """assert_max_captures axes axis_index axis_size batch_invariant check check_borrowed clear_caches
+    compare decode_jobs descriptor_field dispatch dispatch_table interleaved jobs_for load load_adapter lora_rungs
+    make_ladder make_programs measure no_capture plan_cohorts plan_splits predict_decode pytree simulate static
+    streaming weave""",
+}
+"""Those that accept a donated tensor, or take none, by the reason."""
+
+
+def public_calls() -> set[str]:
+    """The public functions, and the methods that take trees."""
+    names: set[str] = set()
+    for face in ("weft", "weft.transforms"):
+        for name in names_of(face):
+            value = getattr(import_module(face), name)
+            if inspect.isfunction(value):
+                names.add(name)
+            methods = vars(value).items() if inspect.isclass(value) else ()
+            for method, function in methods:
+                takes = TREES & inspect.signature(function).parameters.keys() if inspect.isfunction(function) else ()
+                if takes and (method == "__call__" or not method.startswith("_")):
+                    names.add(f"{name}.{method}")
+    return names
+
+
+def test_each_public_function_refuses_donated_tensors_or_says_why_not() -> None:
+    others = " ".join(OTHERS.values()).split()
+    assert public_calls() | {"Transform.__call__"} == {*REFUSE, *others}  # which takes a step, and returns one
+    assert not {*REFUSE} & {*others}
+
+
+@pytest.mark.parametrize(("name", "index"), [(name, i) for name, calls in REFUSE.items() for i in range(len(calls))])
+def test_a_donated_tensor_is_refused_by(name: str, index: int) -> None:
+    call = REFUSE[name][index]
+    old = torch.ones(2)
+    donate(old, to="first(x)")
+    with pytest.raises(DonatedError, match=r"a tensor of shape \(2,\) that was donated to first\(x\)"):
+        call(old)
+
+
+UNDER: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad": lambda f, x: grad(f)(x),
+    "vmap": lambda f, x: vmap(f)(x),
+    "grad in vmap": lambda f, x: vmap(grad(f))(x),
+}
+
+
+@pytest.mark.parametrize("name", UNDER)
+def test_a_transform_of_torch_func_does_not_hide_that_a_tensor_was_donated(name: str) -> None:
+    old = torch.ones(2)
+    donate(old, to="first(x)")
+    scanned = weft.scan(lambda params, state, batch: (state, batch.sum()), 1)
+    for f in (weft.graphify(lambda x: x.sum()), lambda x: scanned(None, None, x)[1][0]):
+        with pytest.raises(DonatedError, match=r"that was donated to first\(x\)"):
+            UNDER[name](f, old)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from weft.arguments.checks import COUNT, Rule, check_values, kind_of, other_signature
-from weft.donation import refuse_donated
+from weft.donation import refuse_donated_in
 from weft.effects import Program
 from weft.errors import ProgramError
 from weft.meshes.mesh import Mesh
@@ -13,7 +13,6 @@ from weft.torchapi.private import in_functorch_transform
 from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
-from weft.trees import tree_leaves
 
 Mistake = tuple[str, str]
 """A mistake in two texts: the thing that was seen, and the code to write instead."""
@@ -121,16 +120,17 @@ def check_entries(
     ranks: Sequence[int],
     params: Sequence[Any],
     state: Sequence[Any],
+    batch: Any = None,
     mesh: Mesh | None = None,
 ) -> None:
-    """Raise ProgramError unless `params` and `state` have an entry for each stage that runs here, and no state was
-    donated already.
+    """Raise ProgramError unless `params` and `state` have an entry for each stage that runs here, and DonatedError if a
+    tensor among the arguments was donated before.
 
     Args:
         transform: the caller's name.
         num_stages: of the whole pipeline.
         ranks: the stages that run here; with a mesh, a stage as often as ranks run it here.
-        params, state: as they were given.
+        params, state, batch: as they were given; the batch may be a list of them.
         mesh: that of the pipeline.
     """
     call = f"{transform}(<{num_stages} stages>{'' if mesh is None else f', mesh={mesh}'})(params, state, batch)"
@@ -146,8 +146,7 @@ def check_entries(
             seen = f"{name} has {len(given)} entries" if is_list else f"{name} is {kind_of(given)}"
             example = f": {(None,) * len(ranks)} where they have no {name}" if given is None else ""
             raise ProgramError(call, seen, instead + example)
-    for leaf in tree_leaves(list(state)):
-        refuse_donated(leaf, call=call)
+    refuse_donated_in(call, params=params, state=state, batch=batch)
 
 
 def refuse_transform(transport: Transport) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from weft.batch import Batch
 from weft.containers import opened
-from weft.donation import clone, declare_donated, donated_argnames
+from weft.donation import clone, declare_donated, donated_argnames, refuse_donated_in
 from weft.schema import Schema
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.pipelines.argument_checks import check_step
@@ -35,6 +35,7 @@ def microbatch(step: F, parts: int) -> F:
     Raises:
         ProgramError: `parts` is not such a number, or the step does not return `(state, out)`.
         DescriptorError: a batch that cannot be cut, or outputs that cannot be joined.
+        DonatedError: at a call, an argument that was donated before.
 
     >>> import torch
     >>> double = microbatch(lambda params, state, batch: (state + len(batch), 2 * batch), 2)
@@ -46,6 +47,7 @@ def microbatch(step: F, parts: int) -> F:
 
     @functools.wraps(step)
     def run(params: Any, state: Any, batch: Any) -> Any:
+        refuse_donated_in(f"{call}(...)", params=params, state=state, batch=batch)
         outputs = []
         batches = split(batch, parts)
         for part in batches:
@@ -105,6 +107,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
 
     Raises:
         ProgramError: a length that is not a whole number >= 1, or a step that is not a function to `(state, out)`.
+        DonatedError: at a call, an argument that was donated before.
 
     >>> double = scan(lambda params, state, batch: (2 * state, state + batch), 3)
     >>> double(None, 1, 10)
@@ -116,6 +119,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
     def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         if isinstance(whole, Repeats):
             return whole.repeat(params, state, batch, length)
+        refuse_donated_in(f"{call}(...)", params=params, state=state, batch=batch)
         outs = []
         for _ in range(length):
             state, out = check_pair(call, step(params, state, batch), "(state, out)")

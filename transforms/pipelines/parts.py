@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.arguments.checks import COUNT, is_int, kind_of
 from weft.containers import map_tensors, opened
 from weft.descriptor import arguments_of
+from weft.donation import refuse_donated_in
 from weft.errors import DescriptorError, WeftError
 from weft.splitting import axis_sizes, cut_sized, find_bounds, parse_axis, read_starts, resized, sized_tensors
 from weft.transforms.pipelines.argument_checks import Mistake
@@ -59,6 +60,7 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
         DescriptorError: a batch that cannot be cut, or a method `split` that returns something else.
         CaptureError: inside a captured function, a batch whose tensors say where it is cut, as those of a ragged
             `Batch`. Cut only uniform batches there, or capture the parts (`pipeline(map(graphify, stages))`).
+        DonatedError: a tensor was donated before.
 
     >>> from weft.batch import Batch
     >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
@@ -68,11 +70,12 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     """
     if not is_int(parts, 1):
         raise DescriptorError(f"split(batch, {parts!r})", f"parts={parts!r}", COUNT[1])
+    call = f"split(<{type(batch).__name__}>, {parts})"
+    refuse_donated_in(call, batch=batch)  # the parts are views, which bear no mark
     if parts == 1:
         return (batch,)
     if splits(batch):
         return _checked(batch.split(parts), type(batch).__name__, parts)
-    call = f"split(<{type(batch).__name__}>, {parts})"
     try:
         return tuple((_split_named if sized_fields(batch) else _split_rows)(call, batch, parts))
     except WeftError:
@@ -219,7 +222,9 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
     Raises:
         DescriptorError: the outputs have different structures, hold another descriptor than their part's, or hold a
             leaf whose size is not the part's number of requests or tokens: a loss, a parameter, a Python value.
+        DonatedError: an output was donated before.
     """
+    refuse_donated_in("join(outputs, parts)", outputs=outputs)
     if len(outputs) == 1:
         return outputs[0]
     call = f"join of {len(outputs)} micro-batches"

@@ -74,7 +74,7 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
     stages = check_stages("compose", stages)
 
     def step(params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
-        check_entries("compose", len(stages), range(len(stages)), params, state)
+        check_entries("compose", len(stages), range(len(stages)), params, state, batch)
         x: Any = None
         states: list[Any] = []
         later = after_first(batch) if len(stages) > 1 else batch
@@ -206,7 +206,7 @@ class Pipelined:
 
     @uncompiled
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
-        workers = self._workers(params, state)
+        workers = self._workers(params, state, batch)
         batches = split(batch, self.microbatches)
         states, outputs = self._run(state, workers, batches, [Job(feeds=self._returns)] * len(batches))
         return states, join(outputs, batches, batch)
@@ -232,7 +232,8 @@ class Pipelined:
             seen = f"{len(given)} batches and {len(jobs or ())} jobs" if is_list else f"batches is {kind_of(given)}"
             instead = "a job for each batch" if is_list else "a list of batches: [batch]"
             raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, instead)
-        return self._run(state, self._workers(params, state), batches, self._jobs(batches) if jobs is None else jobs)
+        workers = self._workers(params, state, batches)
+        return self._run(state, workers, batches, self._jobs(batches) if jobs is None else jobs)
 
     def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
         """Run the same batch `length` times, with the results of one call after the other, but overlap the stages: the
@@ -241,7 +242,7 @@ class Pipelined:
         Returns:
             The new state, and the output of each step.
         """
-        workers = self._workers(params, state)
+        workers = self._workers(params, state, batch)
         check_count(f"{self._text}.repeat(..., {length!r})", "length", length)
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
@@ -290,8 +291,9 @@ class Pipelined:
                     raise MeshError(f"{self._text[:-1]}, mesh={mesh})(params, state, batch)", seen, instead)
         self._has_compared = True
 
-    def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
-        check_entries("pipeline", len(self.stages), [index for index, _ in self._here], params, state, self.mesh)
+    def _workers(self, params: Sequence[Any], state: Sequence[Any], batch: Any = None) -> list[Worker]:
+        stages_here = [index for index, _ in self._here]
+        check_entries("pipeline", len(self.stages), stages_here, params, state, batch, self.mesh)
         refuse_transform(self.transport)
         traced = in_dispatch_mode()
         by_rank: dict[int, list[StageRun]] = {rank: [] for rank in sorted(rank for _, rank in self._here)}
@@ -386,6 +388,7 @@ def pipeline(
         ProgramError: an argument of a wrong kind; a program that the check refuses; or one function given for two
             stages although it lends its results, which the second stage would overwrite.
         MeshError: when called, if ranks in this process that share the last stage return different outputs.
+        DonatedError: when called, for an argument that was donated before.
 
     >>> print(pipeline([lambda p, s, batch, x: (s, batch + p), lambda p, s, batch, x: (s, x * p)], microbatches=1))
     rank 0 of 2

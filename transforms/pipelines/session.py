@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 
 from weft.arguments.checks import kind_of
+from weft.donation import refuse_donated_in
 from weft.errors import ProgramError
 from weft.transforms.pipelines.argument_checks import refuse
 from weft.transforms.pipelines.checker import CheckedPrograms
@@ -31,6 +32,7 @@ class Submission:
 
     @classmethod
     def of(cls, batch: Any) -> "Submission":
+        refuse_donated_in("session.submit(...)", batch=batch)
         return cls(batch, after_first(batch), class_text(batch))
 
 

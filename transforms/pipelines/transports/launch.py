@@ -28,6 +28,7 @@ import torch
 from tqdm import tqdm
 
 from weft.arguments.checks import COUNT, Rule, check_values
+from weft.donation import refuse_donated_in
 from weft.errors import ProgramError, RankError
 from weft.torchapi.distributed import host_store
 from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, SECRET, Secret
@@ -80,13 +81,14 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
 
     Raises:
         The exception of the first rank that failed; RankError for a rank that exited without one; ProgramError for a
-        function or arguments that cannot be launched.
+        function or arguments that cannot be launched; DonatedError for an argument that was donated before.
 
     In a script, call it under `if __name__ == "__main__":`, as multiprocessing asks.
     """
     call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
     check_values(call, _RULES, {"fn": fn, "num_ranks": num_ranks, "the place of fn": fn}, ProgramError)
     check_timeout("launch", timeout)
+    refuse_donated_in(call, args=args)  # the ranks get copies, which bear no mark
     store, secret = host_store(LOOPBACK, max(timeout, _GRACE)), Secret.fresh()
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
     context.set_forkserver_preload(_IMPORTED)
