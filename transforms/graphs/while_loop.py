@@ -22,6 +22,7 @@ from weft.transforms.graphs.backends.writes import watching_writes
 from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
 from weft.transforms.graphs.masked_steps import DerivativesWhere, safe_next, safe_start
 from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.value_keys import value_key
 
 T = TypeVar("T")
 
@@ -48,8 +49,8 @@ def while_loop(
     Args:
         cond_fun: `carry -> [] bool`, on the device of the loop.
         body_fun: `carry -> carry`, with the same structure and, for each tensor, the same shape, dtype and device;
-            values that are not tensors stay equal. A body that takes the storage of its carry (`weft.donates`) updates
-            it in place, without a copy in each step; any other one returns new tensors.
+            values that are not tensors stay the same, also in type. A body that takes the storage of its carry
+            (`weft.donates`) updates it in place, without a copy in each step; any other one returns new tensors.
         init_val: the first carry, a pytree of tensors.
         max_steps: the loop ends after this many steps, whatever `cond_fun` says; None: only `cond_fun` ends it.
 
@@ -377,7 +378,7 @@ def _difference(before: Sequence[tuple[str, Any]], kinds: Sequence[Any], structu
         if isinstance(old, Tensor) != isinstance(new, Tensor):
             return f"{where} as {kind_of(new)}, which was {kind_of(old)}"
         if not isinstance(new, Tensor):
-            if new is not kind and new != kind:
+            if new is not kind and value_key(new) != value_key(kind):
                 return f"{where} as {new!r:.60}, which was {kind!r:.60}: what changes must be a tensor"
         elif _kind(new) != kind:
             return f"{where} of {_shown(*_kind(new))}, which was {_shown(*kind)}"

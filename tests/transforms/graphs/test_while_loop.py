@@ -52,6 +52,17 @@ def listed(made: Any) -> list[int]:
     return [int(x) for x in made]
 
 
+@pytest.mark.parametrize("value", [1, 0.5, "a", None, (1, 2.0), torch.float32, float("nan")])
+def test_python_values_in_the_carry_stay(value: Any) -> None:
+    def counted(x: Tensor) -> Any:
+        return while_loop(lambda c: c[0].sum() < 9, lambda c: (c[0] + 1, c[1]), (x, value))
+
+    torch.compiler.reset()
+    for way in (counted, graphify(counted), torch.compile(counted, backend="eager")):
+        total, unchanged = way(torch.ones(2))
+        assert (total.tolist(), repr(unchanged)) == ([5, 5], repr(value))
+
+
 @pytest.mark.parametrize("most", [None, 1, 7])
 def test_torch_compile_of_it_is_the_python_loop(most: int | None) -> None:
     torch.compiler.reset()
@@ -635,6 +646,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0], c[1] + 1), (X, 0)),
         ProgramError,
         "saw: body_fun returned leaf [1] as 1, which was 0: what changes must be a tensor",
+    ),
+    "a Python value of another type": (
+        lambda: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0] - 1, True), (X, 1)),
+        ProgramError,
+        "saw: body_fun returned leaf [1] as True, which was 1: what changes must be a tensor",
+    ),
+    "another type, in a graph": (
+        lambda: graphify(lambda x: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0] - 1, 0), (x, 0.0)))(X),
+        ProgramError,
+        "saw: body_fun returned leaf [1] as 0, which was 0.0: what changes must be a tensor",
+    ),
+    "another zero": (
+        lambda: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0] - 1, -c[1]), (X, 0.0), max_steps=2),
+        ProgramError,
+        "saw: body_fun returned leaf [1] as -0.0, which was 0.0",
     ),
     "no bound": (lambda: while_loop(is_above_1, collatz, X, max_steps=0), ProgramError, "saw: max_steps=0"),
     "no function": (lambda: while_loop(X, collatz, X), ProgramError, "saw: cond_fun of shape [2]"),  # type: ignore[arg-type]
