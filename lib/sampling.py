@@ -48,7 +48,7 @@ class SamplingParams:
 
     Args:
         temperature: divides the logits; 0 is greedy. If it is not given, the request is greedy, and arguments that only
-            matter to a draw are refused: `top_k`, `top_p`, `min_p`, `n`.
+            matter to a draw are refused: `top_k`, `top_p`, `min_p`, `n`, `seed`.
         top_k: draw from this many of the likeliest tokens (and those that tie with the last); 0 and -1: all.
         top_p: draw from the least set of the likeliest tokens that together have this probability (and those that tie
             with the last).
@@ -149,7 +149,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not default and repr(value) != repr(default):  # by their repr: True is not 1
                 changed.append(f"{name}={value!r}")
-        if changed[:1] == ["temperature=0.0"]:
+        if changed[:1] == ["temperature=0.0"] and not self._only_drawn():
             del changed[0]
         return f"SamplingParams({', '.join(changed)})"
 
@@ -265,5 +265,5 @@ def _defaults() -> tuple[tuple[str, Any], ...]:
     return tuple((field.name, {} if field.name == "logit_bias" else field.default) for field in fields)
 
 
-_DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1}
+_DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1, "seed": None}
 """The arguments that change nothing of a greedy request, or only repeat it, and their defaults."""

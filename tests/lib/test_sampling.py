@@ -49,7 +49,7 @@ def test_the_defaults_are_vllms_but_for_temperature_and_use_nothing() -> None:
     assert repr(SamplingParams(temperature=1.0)) == "SamplingParams(temperature=1.0)"
 
 
-@pytest.mark.parametrize("given", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}])
+@pytest.mark.parametrize("given", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}, {"seed": 42}])
 def test_what_only_matters_to_a_draw_needs_a_temperature(given: dict[str, Any]) -> None:
     """To pass `top_p` alone neither makes a greedy request draw, nor does it nothing."""
     [(name, value)] = given.items()
@@ -59,7 +59,8 @@ def test_what_only_matters_to_a_draw_needs_a_temperature(given: dict[str, Any]) 
     assert error.value.instead.startswith("temperature=1.0, or another at which to draw; temperature=0 to be greedy")
     for temperature in (0, 0.5):
         params = SamplingParams(**given, temperature=temperature)
-        assert attrs.evolve(params, seed=1) == SamplingParams(**given, temperature=temperature, seed=1)
+        assert attrs.evolve(params, min_tokens=1) == SamplingParams(**given, temperature=temperature, min_tokens=1)
+        assert eval(repr(params)) == params
 
 
 def test_all_tokens_by_minus_1() -> None:
@@ -151,7 +152,8 @@ def test_more_biases_than_a_table_holds_are_refused() -> None:
 def test_for_request_fills_in_what_ends_it_and_the_seed() -> None:
     params = SamplingParams(stop_token_ids=[3, 4]).for_request([4, 9], 17)
     assert (params.stop_token_ids, params.seed) == ((3, 4, 9), 17)
-    assert SamplingParams(seed=5, ignore_eos=True).for_request([4], 17) == SamplingParams(seed=5, ignore_eos=True)
+    seeded = SamplingParams(temperature=1.0, seed=5, ignore_eos=True)
+    assert seeded.for_request([4], 17) == seeded
 
 
 def test_collections_are_taken_as_they_come() -> None:
@@ -217,7 +219,7 @@ def test_tokens_of_a_prompt_that_a_model_does_not_have_are_refused(prompt: list[
     table = SamplingTable.zeros(2, VOCAB, 4, "cpu")
     before = clone(table)
     with pytest.raises(RequestError, match="in a prompt\n  instead: token ids from 0 to 39"):
-        write_rows(table, [0], [SamplingParams(seed=1)], [prompt], [said])
+        write_rows(table, [0], [SamplingParams(temperature=1.0, seed=1)], [prompt], [said])
     assert_equal("nothing is written", table, before)
 
 
