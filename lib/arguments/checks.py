@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import UnionType
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -73,10 +73,20 @@ def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str], by_positi
 
 def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:
     """The remedy for an unknown argument name: the nearest known name, or the one that does the same here."""
-    near = [strange] if strange in meant else difflib.get_close_matches(strange, sorted({*known, *meant}), n=1)
+    near = [strange] if strange in meant else nearest(strange, sorted({*known, *meant}))
     if not near:
         return f"one of {', '.join(sorted(known))}"
     return f"{near[0]}=..." if near[0] in known else meant[near[0]]
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """The one of these names for which another may be a slip, in a list; an empty list if there is none. A name that
+    merely shares a word with another may mean something else.
+
+    >>> nearest("temprature", ["temperature", "prompt"]), nearest("cache_prompt", ["temperature", "prompt"])
+    (['temperature'], [])
+    """
+    return difflib.get_close_matches(name, names, n=1, cutoff=0.81)
 
 
 def is_int(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import io
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import attrs
 
 from weft import __version__
+from weft.arguments.checks import nearest
 from weft.errors import CheckpointError, ConfigError, ConfigWarning, WeftError
 from weft.transforms.cli.fields import Options, flag_of, flagged
 from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Serve, Verify
@@ -108,8 +108,6 @@ _ADAPTERS = "adapters=[weft.load_adapter(model, folder)]"
 _COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)}
 
 
-_NEAR = 0.81
-"""A flag is suggested if it is at least so similar to what was written (`difflib`; 1: the same)."""
 _ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
 """The flags of weft that have other names in vLLM."""
 _SAMPLING = "--top-p", "--top-k", "--min-p", "--stop"
@@ -129,7 +127,7 @@ def parse(words: Sequence[str]) -> Options:
         parser = given.parser
         flags = [word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")]
         word = strange[0].partition("=")[0]
-        near = difflib.get_close_matches(word, flags, n=1, cutoff=_NEAR)
+        near = nearest(word, flags)
         if not word.startswith("-") and "--model" in flags and getattr(given, "model", None) is None:
             near = [f"--model {word}"]
         elif not near and ((word in _SAMPLING and "--prompt" in flags) or _ELSEWHERE.get(word) in flags):

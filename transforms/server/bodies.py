@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import difflib
 import json
 import reprlib
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
+from weft.arguments.checks import nearest
 from weft.transforms.server.protocol import INSTEAD, Sampled, checked
 from weft.transforms.server.refusals import Refusal
 
@@ -148,7 +148,7 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
     instead = INSTEAD.get(name)
     if first["type"] == "extra_forbidden":
         said = "this server has no such field"
-        near = difflib.get_close_matches(name, kind.model_fields, n=1) if len(names) == 1 else []
+        near = nearest(name, kind.model_fields) if len(names) == 1 else []
         instead = instead or next(iter(near), None)
     ours = {"call": place, "seen": reprlib.repr(first["input"]), "instead": instead or said}
     message = f"{place or 'the body'}: {said}" + (f"; instead: {instead}" if instead else "")

@@ -118,6 +118,12 @@ def test_what_to_write_instead(server: Served, route: str, field: dict[str, Any]
     assert error["weft"]["seen"].strip("'") in f"{given}"
 
 
+def test_a_field_that_shares_a_word_with_another_is_not_taken_for_it(server: Served) -> None:
+    """llama.cpp's `cache_prompt` is no `prompt`."""
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "cache_prompt": True})
+    assert answer.json()["error"]["message"] == "cache_prompt: this server has no such field"
+
+
 def test_fields_that_ask_for_nothing(server: Served) -> None:
     asked(server, best_of=1, suffix="", parallel_tool_calls=True, user="somebody")
     asked(server, "chat/completions", tools=[], tool_choice="none")
