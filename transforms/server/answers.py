@@ -112,14 +112,12 @@ class Writer:
         """A token as text, or as `token_id:N`."""
         return f"token_id:{token}" if as_id or self.vocabulary is None else self.vocabulary.text(token)
 
-    def text_logprobs(
-        self, part: Part, wanted: int, as_ids: bool, with_prompt: bool, echoed: str = ""
-    ) -> dict[str, Any]:
-        """The `logprobs` of a completion: parallel lists over the tokens. `text_offset` is where the text of a token
-        begins in the text of the answer; two tokens that make one character begin where it does.
+    def text_logprobs(self, part: Part, as_ids: bool, with_prompt: bool, echoed: str = "") -> dict[str, Any]:
+        """The `logprobs` of a completion: parallel lists over the tokens. `top_logprobs` has the chosen token even
+        where no others were asked for. `text_offset` is where the text of a token begins in the text of the answer; two
+        tokens that make one character begin where it does.
 
         Args:
-            wanted: the number of likeliest tokens beside the chosen one.
             with_prompt: the prompt's tokens come first.
             echoed: the text of the prompt, with which the text of the answer begins.
         """
@@ -136,7 +134,7 @@ class Writer:
         return {
             "tokens": names,
             "token_logprobs": [logprob for _, logprob, _ in tokens],
-            "top_logprobs": top if wanted else None,
+            "top_logprobs": top,
             "text_offset": offsets,
         }
 

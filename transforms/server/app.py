@@ -21,7 +21,14 @@ from weft.extras import install_command
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.checkpoints.tokenizer import LONG_TEXT, token_ids
 from weft.transforms.server.answers import Part, Writer
-from weft.transforms.server.bodies import ServerLimits, UnfinishedBodies, check_limits, read_body, while_connected
+from weft.transforms.server.bodies import (
+    ServerLimits,
+    UnfinishedBodies,
+    check_limits,
+    check_stream_options,
+    read_body,
+    while_connected,
+)
 from weft.transforms.server.browsers import refuse_browsers
 from weft.transforms.server.commands import Add
 from weft.transforms.server.forms import Asked, ChatForm, Form, TextForm
@@ -221,6 +228,7 @@ class Server:
     ) -> Asked:
         """A checked request. It is under way from here on: a signal lets it end."""
         self.host.check_open()
+        check_stream_options(body)
         check_limits(body, self.limits, self.model.config.vocab_size, max(logprobs or 0, prompt_logprobs or 0))
         adapter, limit = self._adapter(body.model), self.max_model_len
         longest = max(map(len, prompts))
@@ -243,7 +251,7 @@ class Server:
             async with while_connected(request.receive):
                 grammar = await self._compiled(form, use)
         own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras}
-        own |= {"cache_salt": body.cache_salt, "captured": body.weft.captured, "grammar": grammar}
+        own |= {"cache_salt": body.cache_salt or "", "captured": body.weft.captured, "grammar": grammar}
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
         requests = [Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts]
         self.host.check_room(count)

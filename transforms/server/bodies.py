@@ -181,6 +181,23 @@ def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs:
             raise Refusal(400, f"more of {name} than the model has tokens", param=name)
 
 
+def check_stream_options(body: Sampled) -> None:
+    """Refuse options that would change nothing: of an answer that is no stream, as OpenAI's API does; and the usage in
+    each chunk without `include_usage`, which vLLM ignores.
+
+    Raises:
+        Refusal: 400, with the field.
+    """
+    options = body.stream_options
+    if options is None:
+        return
+    if not body.stream:
+        raise Refusal(400, "stream_options without stream: write stream=true", param="stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        seen = "continuous_usage_stats without include_usage: write include_usage=true beside it"
+        raise Refusal(400, seen, param="stream_options.continuous_usage_stats")
+
+
 async def _read_bytes(request: Request, most: int, count: Callable[[int], None]) -> bytes:
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size[:18]) > most:

@@ -118,7 +118,7 @@ class TextForm(Form):
         if body.logprobs is not None:
             shown = is_first and body.echo
             as_ids = body.return_tokens_as_token_ids
-            logprobs = self.writer.text_logprobs(part, body.logprobs, as_ids, shown, echoed)
+            logprobs = self.writer.text_logprobs(part, as_ids, shown, echoed)
         text = echoed + part.text if is_first else part.text
         written = {"index": place, "text": text, "logprobs": logprobs}
         written |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -36,6 +37,15 @@ def _without_unused(given: Any) -> Any:
 TokenIds = list[Annotated[int, Field(strict=True)]]
 """Whole numbers; `true` is none."""
 Text = Annotated[str, Field(strict=True)]
+
+
+def _by_token_ids(biases: dict[str, float]) -> dict[str, float]:
+    """Biases, if their keys are token ids."""
+    for key in biases:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            seen = f"the key {key!r:.60}; instead: token ids, as strings of digits"
+            raise PydanticCustomError("no_token_id", "{seen}", {"seen": seen})
+    return biases
 
 
 class _Body(BaseModel):
@@ -111,7 +121,7 @@ class Sampled(_Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], AfterValidator(_by_token_ids)] | None = None
     min_tokens: int = 0
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
@@ -124,7 +134,7 @@ class Sampled(_Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     priority: int = 0
-    cache_salt: Text = ""
+    cache_salt: Annotated[Text, Field(min_length=1)] | None = None
     weft: WeftField = Field(default_factory=WeftField)
 
     def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
@@ -144,7 +154,7 @@ class Sampled(_Body):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=_biases(self.logit_bias or {}),
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids or (),
             include_stop_str_in_output=self.include_stop_str_in_output,
@@ -156,12 +166,6 @@ class Sampled(_Body):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-
-
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    if wrong := [key for key in given if not (key.isascii() and key.isdecimal() and len(key) < 10)]:
-        raise RequestError("logit_bias", f"{wrong[0]!r:.60}", "token ids, as strings of digits")
-    return {int(key): bias for key, bias in given.items()}
 
 
 def _one_or_more(given: Any) -> Any:

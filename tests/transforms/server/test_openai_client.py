@@ -123,6 +123,18 @@ def test_a_stream_is_what_is_returned_whole(client: Any, options: dict[str, Any]
         assert [value for _, value, _ in streamed] == [pytest.approx(value, abs=1e-5) for value in own.token_logprobs]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_no_logprobs_beside_the_chosen_ones(client: Any, echo: bool) -> None:
+    """As vLLM answers `logprobs: 0`."""
+    own = (
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=4, logprobs=0, echo=echo).choices[0].logprobs
+    )
+    pairs = zip(own.tokens, own.token_logprobs, own.top_logprobs, strict=True)
+    assert [top for _, _, top in pairs] == [
+        None if value is None else {token: value} for token, value in zip(own.tokens, own.token_logprobs, strict=True)
+    ]
+
+
 def test_logprobs_with_the_prompt_as_lm_eval_reads_them(client: Any, model: Model) -> None:
     ids = model.encode(PROMPT)
     asked = {"model": "demo", "prompt": [ids], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
@@ -192,7 +204,15 @@ def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
         ({"prompt": [10**9]}, "BadRequestError", None, "token ids are ints"),
         ({"n": 1000}, "BadRequestError", "n", "at most 128"),
         ({"logprobs": 50}, "BadRequestError", None, "num_logprobs=50"),
-        ({"logit_bias": {"a": 1}}, "BadRequestError", None, "token ids, as strings of digits"),
+        ({"logit_bias": {"a": 1}}, "BadRequestError", "logit_bias", "logit_bias: the key 'a'; instead: token ids, as"),
+        ({"stream_options": {"include_usage": True}}, "BadRequestError", "stream_options", "write stream=true"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "BadRequestError",
+            "stream_options.continuous_usage_stats",
+            "without include_usage: write include_usage=true",
+        ),
+        ({"extra_body": {"cache_salt": ""}}, "BadRequestError", "cache_salt", "at least 1 character"),
         (
             {"extra_body": {"temprature": 1}},
             "BadRequestError",

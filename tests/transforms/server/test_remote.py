@@ -173,7 +173,9 @@ def test_all_lists_of_a_completion_travel() -> None:
 
 
 @pytest.mark.parametrize(("kind", "body"), [(TextForm, CompletionRequest), (ChatForm, ChatRequest)])
-@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stream_options": {"continuous_usage_stats": True}}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"logprobs": 1}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}], ids=str
+)
 def test_events_are_the_chunks(kind: Any, body: Any, more: dict[str, Any]) -> None:
     if kind is ChatForm:
         options = {"logprobs": True} if "logprobs" in more else more

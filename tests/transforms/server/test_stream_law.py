@@ -46,9 +46,8 @@ sampling = st.fixed_dictionaries(
         "ignore_eos": st.just(True),
         "logit_bias": st.just({str(token): 6.0 for token in range(128, 250)}),  # bytes of characters of several
         "min_tokens": st.integers(0, 1),
-        "stream_options": st.fixed_dictionaries(
-            {"include_usage": st.booleans()}, optional={"continuous_usage_stats": st.booleans()}
-        ),
+        "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()})
+        | st.fixed_dictionaries({"include_usage": st.just(True), "continuous_usage_stats": st.booleans()}),
     },
 )
 completions = st.builds(

@@ -71,7 +71,7 @@ def test_ranks_of_a_prompt(server: Served, model: Model) -> None:
 def test_a_salt_keeps_pages_apart(server: Served, model: Model) -> None:
     """A long prompt is found again under its own salt, and not under another."""
     body, expected = {"prompt": [*range(32, 100)], "max_tokens": 1}, []
-    for salt in ("one", "one", "other", ""):
+    for salt in ("one", "one", "other", None):
         before = server.host.engine.stats().prefix_tokens
         asked(server, **body, cache_salt=salt)
         expected.append(server.host.engine.stats().prefix_tokens - before)
