@@ -1,5 +1,6 @@
 """Code that a replay could not repeat is refused with its line, and a refused capture leaves no trace."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,6 +138,18 @@ def reads_dlpack(x: Tensor) -> Any:
     return x * float(np.from_dlpack(x).sum())
 
 
+def reads_storage_item(x: Tensor) -> Any:
+    return x * x.storage()[1]
+
+
+def reads_storage_tolist(x: Tensor) -> Any:
+    return x * sum(x.storage().tolist())
+
+
+def reads_storage_bytes(x: Tensor) -> Any:
+    return x * x.untyped_storage()[3]
+
+
 def shape_nonzero(x: Tensor) -> Any:
     return x.nonzero()
 
@@ -185,6 +198,18 @@ def writes_outside_batch_norm(x: Tensor) -> Any:
     return torch.nn.functional.batch_norm(x[:, None], OUTSIDE[:1], OUTSIDE[:1] + 1, training=True)
 
 
+def writes_storage_item(x: Tensor) -> Any:
+    x.storage()[0] = 1.0
+
+
+def writes_storage(x: Tensor) -> Any:
+    x.untyped_storage().fill_(0)
+
+
+def writes_outside_storage(x: Tensor) -> Any:
+    (x + OUTSIDE, OUTSIDE.untyped_storage().fill_(0))
+
+
 BRANCH, SHAPE = "a branch on a tensor's value", "has a result whose shape, or value on the host, depends on data"
 MASK = "indexing with a boolean mask, whose shape or work depends on data"
 NOT_OWN = "of shape (4,), which it does not own"
@@ -206,6 +231,9 @@ REFUSED: dict[Callable[[Tensor], Any], str] = {
     reads_allclose: f"aten.allclose.default {SHAPE}",
     reads_new_tensor_of_scalars: "read",
     reads_dlpack: "read",
+    reads_storage_item: "Tensor.item reads a tensor on the host",
+    reads_storage_tolist: "Tensor.item reads a tensor on the host",
+    reads_storage_bytes: "a tensor's value is read on the host",
     shape_nonzero: f"aten.nonzero.default {SHAPE}",
     shape_unique: f"aten._unique2.default {SHAPE}",
     shape_where: f"aten.nonzero.default {SHAPE}",
@@ -217,10 +245,14 @@ REFUSED: dict[Callable[[Tensor], Any], str] = {
     writes_foreach: f"aten._foreach_add_.Scalar writes to x {NOT_OWN}",
     writes_outside: f"aten.copy_.default writes to a tensor from outside it {NOT_OWN}",
     writes_outside_index: "writes to a tensor from outside it of shape (), which it does not own",
+    writes_storage_item: "aten.copy_.default writes to x of shape (), which it does not own",
+    writes_storage: "aten.fill_.Scalar writes to x of shape (16,), which it does not own",
+    writes_outside_storage: "writes to a tensor from outside it of shape (16,), which it does not own",
     writes_outside_batch_norm: "writes to a tensor from outside it of shape (1,), which it does not own",
 }
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
 def test_what_a_replay_could_not_repeat_is_refused_with_its_line(fn: Callable[[Tensor], Any]) -> None:
     OUTSIDE.zero_()
@@ -248,6 +280,15 @@ def test_a_tensor_made_inside_may_be_written_to_even_where_it_was_resized() -> N
         out = torch.empty(0)
         torch.add(x, 1, out=out)
         return out.mul_(2)
+
+    agree(fn, (X,), (X + 1,))
+
+
+def test_storages_that_the_function_makes_may_be_read_and_written() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        y.untyped_storage().fill_(0)
+        return y + 1, copy.deepcopy(x) * 3
 
     agree(fn, (X,), (X + 1,))
 

@@ -6,7 +6,7 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Self
 
 import attrs
@@ -40,6 +40,7 @@ from weft.transforms.graphs.backends.operators import (
     is_harmless,
     is_sparse,
     storage_reach,
+    storages_among,
     tensors_in,
     written,
 )
@@ -195,7 +196,8 @@ class Audit(OperatorWatch):
         result, allocates = self._call(func, args, kwargs), False
         self.random.after_operator(func)
         in_place = {storage_id(x) for x in written(func, args, kwargs)}
-        self._note_constants(func, args, inputs, result, in_place)
+        sources = storages_among(args) if func.overloadpacket is torch.ops.aten.set_ else frozenset[int]()
+        self._note_constants(func, args, inputs.keys() | sources, result, in_place)
         self._gathers.after_operator({*map(storage_id, tensors_in(result))} - inputs.keys(), in_place)
         for storage, tensor in inputs.items():
             if storage not in self.own and storage not in self._named:
@@ -206,7 +208,7 @@ class Audit(OperatorWatch):
                 self._refuse_unaliased(tensor)
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             self._results.append(weakref.ref(tensor))
-            if (storage := storage_id(tensor)) not in inputs:
+            if (storage := storage_id(tensor)) not in inputs and not self._is_from_outside(storage, sources):
                 self.own.add(storage)
                 allocates = True
         if not self._dependent.isdisjoint(inputs):
@@ -215,7 +217,7 @@ class Audit(OperatorWatch):
         return result
 
     def _note_constants(
-        self, func: Any, args: tuple[Any, ...], inputs: Mapping[int, Tensor], result: Any, in_place: set[int]
+        self, func: Any, args: tuple[Any, ...], inputs: Set[int], result: Any, in_place: set[int]
     ) -> None:
         """Note which tensors on the CPU are the same at each call, because they come from Python numbers alone."""
         if func._schema.name == "aten::_pack_padded_sequence" and self._constants.contains_all([storage_id(args[1])]):
@@ -225,6 +227,11 @@ class Audit(OperatorWatch):
         are_constant = are_constant and func.overloadpacket not in ONLY_MEMORY
         made = {storage_id(x) for x in tensors_in(result) if x.is_cpu}
         self._constants.note(made.difference(inputs), in_place, are_constant=are_constant)
+
+    def _is_from_outside(self, storage: int, sources: Set[int]) -> bool:
+        """Whether a result lies in one of these storages, which an operator took as they are (`set_`, by which the
+        methods of storages read and write), and that is an argument's, or a tensor's from outside."""
+        return storage in sources and any(storage in x for x in (self._buffers, self.by_reference, self.external))
 
     def _note_external(self, storage: int, tensor: Tensor) -> None:
         if self.external.setdefault(storage, tensor) is tensor and tensor.requires_grad and tensor.is_leaf:

@@ -3,7 +3,7 @@ state."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         elif isinstance(value, tuple | list):
             found += tensors_in(*value)
     return found
+
+
+def storages_among(args: tuple[Any, ...]) -> Set[int]:
+    """The storages among operator arguments, as `storage_id` gives them."""
+    return {int(value._cdata) for value in args if isinstance(value, torch.UntypedStorage)}
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
