@@ -80,7 +80,9 @@ def graphify(
             `weft.donates` declares). The first part of the result with their structure is their next value, and is
             kept in their storage. They are captured by reference, so pass on what the call returned: a new state is a
             miss.
-        static_argnames: arguments with hashable values that are not tensors; they are part of the key.
+        static_argnames: arguments with hashable values that are not tensors; they are part of the key. An object of a
+            class that defines no `__eq__` is equal to itself alone, whatever it holds: as with `jax.jit`, a change
+            inside it after the capture is not seen.
         reference_argnames: arguments that are captured by reference and not copied: a call with tensors at other
             addresses is a miss. None: `params`, if there is such an argument.
         backend: `cuda`, `tape`, or None to choose by the device of the arguments.
