@@ -408,6 +408,69 @@ def backend_switches() -> tuple[tuple[str, Any], ...]:
     )
 
 
+def switches_put_back() -> Callable[[], list[str]]:
+    """A function that puts the settings back that have changed by then, the default device among them, and returns
+    their names."""
+    before = (*switches(), ("default device", default_device()))
+
+    def put_back() -> list[str]:
+        now = (*switches(), ("default device", default_device()))
+        changed = [pair for pair, other in zip(before, now, strict=True) if pair != other]
+        for name, value in changed:
+            _SETTERS[name](value)
+        return [name for name, _ in changed]
+
+    return put_back
+
+
+def _set_autocast(dtypes: tuple[torch.dtype | None, ...]) -> None:
+    for device, dtype in zip(("cpu", "cuda"), dtypes, strict=True):
+        torch.set_autocast_enabled(device, dtype is not None)
+        if dtype is not None:
+            torch.set_autocast_dtype(device, dtype)
+
+
+def _set_attention(value: tuple[Any, ...]) -> None:
+    c: Any = torch._C
+    flash, mem_efficient, math, cudnn, *priority = value
+    c._set_sdp_use_flash(flash)
+    c._set_sdp_use_mem_efficient(mem_efficient)
+    c._set_sdp_use_math(math)
+    c._set_sdp_use_cudnn(cudnn)
+    c._set_sdp_priority_order(priority)
+
+
+def _set_cudnn(value: tuple[Any, ...]) -> None:
+    c: Any = torch._C
+    enabled, benchmark, deterministic, convolution, recurrent = value
+    c._set_cudnn_enabled(enabled)
+    c._set_cudnn_benchmark(benchmark)
+    c._set_cudnn_deterministic(deterministic)
+    c._set_fp32_precision_setter("cuda", "conv", convolution)
+    c._set_fp32_precision_setter("cuda", "rnn", recurrent)
+
+
+def _set_reduced_precision(setter: str) -> Callable[[Any], None]:
+    """A setter of a switch that is one value, or a pair of them."""
+    return lambda value: getattr(torch._C, setter)(*(value if isinstance(value, tuple) else (value,)))
+
+
+_SETTERS: dict[str, Callable[[Any], Any]] = {
+    "inference mode": lambda enabled: None,  # only the context that was entered can leave it
+    "grad mode": torch._C._set_grad_enabled,
+    "autocast": _set_autocast,
+    "default dtype": torch.set_default_dtype,
+    "deterministic algorithms": torch.set_deterministic_debug_mode,
+    "float32 precision": lambda value: torch._C._set_fp32_precision_setter("cuda", "matmul", value),
+    "reduced precision of float16": _set_reduced_precision("_set_cublas_allow_fp16_reduced_precision_reduction"),
+    "reduced precision of bfloat16": _set_reduced_precision("_set_cublas_allow_bf16_reduced_precision_reduction"),
+    "kernels of attention": _set_attention,
+    "cudnn": _set_cudnn,
+    "default device": torch.set_default_device,
+}
+"""How each of `switches` and the default device is set."""
+
+
 def generator_bytes(generator: torch.Generator) -> bytes:
     """A random generator's state, read without dispatch."""
     with torch._C.DisableTorchFunction():

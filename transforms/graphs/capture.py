@@ -14,7 +14,7 @@ from weft.containers import changed_container, containers_in
 from weft.errors import CaptureError, WeftError
 from weft.ops.constants import constant
 from weft.padding import inert, padded_shape
-from weft.torchapi.private import storage_id, unowned, unseen
+from weft.torchapi.private import storage_id, switches_put_back, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
@@ -152,7 +152,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         copied = tree_unflatten(own[count:], tree)
         containers = containers_in(references | copied)
         in_python.begin_run()
-        with torch.set_grad_enabled(grad), constant(kept):
+        with torch.set_grad_enabled(grad), constant(kept), _unchanged_switches(graphable.name):
             result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
         returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         if (changed := changed_container(containers)) is not None:
@@ -185,6 +185,20 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         rewind=state.rewind,
         refuse_changes=in_python.refuse_changes,
     )
+
+
+@contextmanager
+def _unchanged_switches(name: str) -> Iterator[None]:
+    """Context of a run, which puts torch's settings back, and refuses a run that has left one changed."""
+    put_back, changed = switches_put_back(), list[str]()
+    try:
+        yield
+    finally:
+        changed += put_back()
+    if changed:
+        seen = f"it changes a setting of torch ({', '.join(changed)}) for the code after it, which a replay does not do"
+        instead = "set it before the call; or in a context that ends in the function, such as with torch.no_grad():"
+        raise CaptureError(f"graphify({name})", seen, instead)
 
 
 def _unwritten(graphable: Graphable, donated: Sequence[Tensor], leaves: Iterable[Any]) -> list[Tensor]:

@@ -64,6 +64,54 @@ def test_arguments_that_require_grad_do_so_inside() -> None:
     assert g.cache_info().replays == 2
 
 
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
+    "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "default device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
+    "deterministic algorithms": (
+        lambda: torch.use_deterministic_algorithms(True),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "float32 precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+    ),
+    "kernels of attention": (
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        torch.backends.cuda.flash_sdp_enabled,
+    ),
+    "cudnn": (lambda: setattr(torch.backends.cudnn, "benchmark", True), lambda: torch.backends.cudnn.benchmark),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_the_function_changes_is_refused_and_put_back(name: str) -> None:
+    change, read = SETTINGS[name]
+    before = read()
+
+    def changing(x: Tensor) -> Tensor:
+        change()
+        return x * 2
+
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=rf"it changes a setting of torch \({name}\) for the code after it"):
+            graphify(changing)(X)
+        assert read() == before
+
+
+def test_a_setting_that_the_function_puts_back_itself_is_not_refused() -> None:
+    def changing(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        y = torch.ones(4)
+        torch.set_default_dtype(torch.float32)
+        return x + y
+
+    g = graphify(changing)
+    for x in (X, X + 1):
+        assert_equal(LAW, g(x), changing(x))
+
+
 def test_a_tensor_from_outside_may_come_to_require_grad() -> None:
     w = torch.ones(4)
     g = graphify(lambda x: x * w)
