@@ -44,6 +44,13 @@ pytree = _pytree
 VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 """The operators that stand for `reshape` in a trace."""
 
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of a module in which torch keeps the hooks that a call runs."""
+GLOBAL_HOOKS: dict[str, Any] = {
+    name: getattr(torch.nn.modules.module, name) for name in (f"_global{hooks}" for hooks in MODULE_HOOKS)
+}
+"""Where torch keeps such hooks for all modules, by name."""
+
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 """The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])

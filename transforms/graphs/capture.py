@@ -293,7 +293,12 @@ def capture(
         prepared.buffers,
         prepared.axes,
         external,
-        Outside(graphable.fn, [*audit.external.values()], thorough=backend.device.type == "cpu"),
+        Outside(
+            graphable.fn,
+            [*audit.external.values()],
+            thorough=backend.device.type == "cpu",
+            without_gradient=audit.without_gradient,
+        ),
         audit.consults_switches(),
         padding_sources,
         buffer_bytes=input_buffers.nbytes - before,

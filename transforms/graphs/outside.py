@@ -5,27 +5,34 @@ compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the o
 nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
 function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. Functions
 and modules among the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names
-that they read. On the CPU it also compares the code and the defaults of functions, and the shapes, strides and dtypes
-of closed-over tensors, which `t_()` or `x.data = ...` may change at the same address, at some 0.2 µs each. What else
-an object holds inside (a number, a tensor in a list) is not compared at calls; `graphify(..., verify=n)` finds such
-changes. Those that the recorded run itself makes are refused at the capture (`PythonState`).
+that they read; and so are the methods that they call, in the classes of these objects, and what they read of a class or
+a file of Python code that they name (`settings.scale`). Of modules and objects it also compares the class, and whether
+one has more attributes than before, a function among them; and whether containers that were empty still are, such as
+those of hooks, at some 0.01 to 0.03 µs each. On the CPU it also compares the code and the defaults of functions, and
+the shapes, strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...` may change at the same address, at
+some 0.2 µs each. What else an object holds inside (a number, a tensor in a list, an object) is not compared at calls;
+`graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are refused at the capture
+(`PythonState`).
 """
 
 import dis
 import functools
 import inspect
+import sys
 import types
-from collections import deque
-from collections.abc import Callable, Sequence, Set
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence, Set
 from operator import attrgetter, is_
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from weft.errors import CaptureError
 from weft.objects import Snapshot, attributes, is_plain_object, members
-from weft.torchapi.private import innermost_storage_id, storage_id
+from weft.torchapi.private import GLOBAL_HOOKS, MODULE_HOOKS, innermost_storage_id, storage_id
 from weft.value_keys import value_key
 
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
@@ -35,9 +42,52 @@ _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 _OF_FUNCTIONS = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Classes whose equal values are no change."""
+_CONTAINERS = (tuple, list, dict, deque, set, frozenset, types.MappingProxyType)
+_FILLABLE = (list, dict, deque, set, OrderedDict, defaultdict)
+"""Classes of containers whose truth value says whether they are empty."""
+_KEPT_BY_MODULES = (*MODULE_HOOKS, "_modules")
+"""The containers of a module that may not come to hold something."""
 
 
-_CONTAINERS = (tuple, list, dict, deque)
+@attrs.define(eq=False)
+class _Bindings:
+    """Places of one kind, and what they held.
+
+    Args:
+        get: reads a place, which may consist of several values.
+        places: the places.
+        labels: what they are called.
+        values: what they held.
+    """
+
+    get: Callable[..., Any]
+    places: list[tuple[Any, ...]] = attrs.field(factory=list)
+    labels: list[str] = attrs.field(factory=list)
+    values: list[Any] = attrs.field(factory=list)
+
+    def note(self, label: str, *place: Any) -> None:
+        """Note what a place holds."""
+        self.places.append(place)
+        self.labels.append(label)
+        self.values.append(self.get(*place))
+
+    def comparison(self) -> Callable[[], bool]:
+        """A function that returns whether the places hold the same objects."""
+        get, values = self.get, self.values
+        if len(values) == 1:  # in a third of the time
+            place = self.places[0]
+            return lambda: get(*place) is values[0]
+        columns = [*zip(*self.places, strict=True)]
+        return lambda: all(map(is_, map(get, *columns), values))
+
+    def change(self) -> str:
+        """The first change, in words. An equal plain value is none, and takes the place of the old one."""
+        for index, (label, place) in enumerate(zip(self.labels, self.places, strict=True)):
+            value = self.get(*place)
+            if not _is_equal(value, self.values[index]):
+                return f"{label} is another object than at the capture"
+            self.values[index] = value
+        return ""
 
 
 class Outside:
@@ -48,20 +98,34 @@ class Outside:
         fn: the function.
         external: the tensors.
         thorough: whether the code of functions, and the shapes of tensors, are compared too.
+        without_gradient: tensors that it asked for their gradient, and that had none.
     """
 
-    def __init__(self, fn: Callable[..., Any], external: Sequence[Tensor], thorough: bool) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        external: Sequence[Tensor],
+        thorough: bool,
+        without_gradient: Sequence[Tensor] = (),
+    ) -> None:
         self._tensors = tuple(x for x in external if x.layout is torch.strided and not x.is_meta)
         self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
-        found = _Names()
-        found.read(fn)
-        found.read_modules({storage_id(x) for x in external})
-        self._labels = (*found.labels, *found.cell_labels)
-        self._mappings, self._keys, self._values = found.mappings, found.keys, found.values
-        self._cells, self._contents = found.cells, found.contents
-        self._registries = found.registries
+        names = _Names()
+        names.read_all(fn)
+        names.read_modules({storage_id(x) for x in external})
+        gradients = _Bindings(attrgetter("grad"))
+        for tensor in without_gradient:
+            gradients.note(f"the gradient of a tensor of shape {tuple(tensor.shape)} that it asks for", tensor)
+        self._bindings = [names.entries, names.cells, names.of_classes, gradients]
+        self._kinds = names.kinds
+        self._registries = names.registries
         self._entries = [list(_values_in(registry)) for _, registry in self._registries]
-        self._functions = found.functions if thorough else []
+        self._empty = names.empty
+        self._dicts = names.dicts
+        same = dict[tuple[str, ...], tuple[str, ...]]()
+        self._names = [same.setdefault(names, names) for names in (tuple(bindings) for _, bindings in self._dicts)]
+        self._sizes = list(map(len, self._names))
+        self._functions = names.functions if thorough else []
         self._parts = [list(map(part, self._functions)) for part in _OF_FUNCTIONS]
         self._layouts = _layouts(self._tensors) if thorough else None
         self.holds = self._comparison()
@@ -70,19 +134,21 @@ class Outside:
     @property
     def named(self) -> tuple[Any, ...]:
         """What the names stood for at the capture."""
-        return (*self._values, *self._contents)
+        return tuple(value for bindings in self._bindings for value in bindings.values)
 
     def _comparison(self) -> Callable[[], bool] | None:
         """A function that returns whether all is as it was at the capture; None if there is nothing to compare."""
         parts = [
             (bool(self._tensors), self._same_addresses()),
             (bool(self._tensors) and self._layouts is not None, self._same_layouts()),
-            (bool(self._mappings), _same(dict.get, self._mappings, self._keys, now=self._values)),
-            (bool(self._cells), _same(_cell_contents, self._cells, now=self._contents)),
+            *((True, bindings.comparison()) for bindings in self._bindings if bindings.values),
             (bool(self._registries), self._same_entries()),
+            (bool(self._empty), self._still_empty()),
+            (bool(self._dicts), self._same_sizes()),
+            (bool(self._kinds.values), self._same_classes()),
         ]
         pairs = zip(_OF_FUNCTIONS, self._parts, strict=True)
-        parts += [(bool(self._functions), _same(part, self._functions, now=now)) for part, now in pairs]
+        parts += [(bool(self._functions), _same(part, self._functions, now)) for part, now in pairs]
         needed = [holds for is_needed, holds in parts if is_needed]
         if len(needed) < 2:
             return needed[0] if needed else None
@@ -101,19 +167,29 @@ class Outside:
         entries = self._entries
         return lambda: list(map(list, views)) == entries
 
+    def _still_empty(self) -> Callable[[], bool]:
+        containers = [container for _, container in self._empty]
+        return lambda: not any(containers)
+
+    def _same_sizes(self) -> Callable[[], bool]:
+        dicts, sizes = [bindings for _, bindings in self._dicts], self._sizes
+        return lambda: list(map(len, dicts)) == sizes
+
+    def _same_classes(self) -> Callable[[], bool]:
+        objects, kinds = [place[0] for place in self._kinds.places], self._kinds.values
+        return lambda: list(map(type, objects)) == kinds
+
     def change(self) -> str:
         """The first change since the capture, in words; empty if there is none. An equal plain value is none, and takes
         the place of the old one."""
-        now = [*map(dict.get, self._mappings, self._keys), *map(_cell_contents, self._cells)]
-        places = [*((self._values, i) for i in range(len(self._values)))]
-        places += [(self._contents, i) for i in range(len(self._contents))]
-        for label, value, (held, place) in zip(self._labels, now, places, strict=True):
-            if not _is_equal(value, held[place]):
-                return f"{label} is another object than at the capture"
-            held[place] = value
+        for bindings in self._bindings:
+            if change := bindings.change():
+                return change
         for (label, registry), entries in zip(self._registries, self._entries, strict=True):
             if list(_values_in(registry)) != entries:
                 return f"{label} has other functions or modules than at the capture"
+        if change := self._kinds.change() or self._addition():
+            return change
         for part, captured, name in zip(_OF_FUNCTIONS, self._parts, ("code", "defaults", "defaults"), strict=True):
             for function, own in zip(self._functions, captured, strict=True):
                 if part(function) is not own:
@@ -125,6 +201,22 @@ class Outside:
             shapes = zip(self._tensors, *self._layouts, strict=True)
             tensor = next(x for x, *then in shapes if [x.shape, x.stride(), x.dtype] != then)
             return f"a tensor of shape {tuple(tensor.shape)} that it reads from outside had another shape or layout"
+        return ""
+
+    def _addition(self) -> str:
+        """The first function or module that was added where there was none, in words. Anything else is no change, and
+        is there from now on."""
+        for label, container in self._empty:
+            if any(map(_may_be_called, _values_in(container))):
+                return f"{label} was empty at the capture and is not"
+        for (label, bindings), names in zip(self._dicts, self._names, strict=True):
+            for name in bindings.keys() - set(names):
+                if _is_function(bindings[name]):
+                    return f"{_joined(label, name)} was not there at the capture"
+        if any(container for _, container in self._empty):
+            self._empty = [(label, container) for label, container in self._empty if not container]
+            self.holds = self._comparison()
+        self._sizes[:] = [len(bindings) for _, bindings in self._dicts]
         return ""
 
     def has_changed(self) -> bool:
@@ -142,7 +234,7 @@ class PythonState:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         names = _Names()
-        names.read(fn)
+        names.read_all(fn)
         self._roots = names.roots
         parts = (part for root in self._roots.values() if isinstance(root, nn.Module) for part in root.modules())
         self._registered = {id(part) for part in parts}
@@ -180,31 +272,64 @@ def _is_equal(value: Any, captured: Any) -> bool:
     return type(value) is type(captured) and isinstance(value, _PLAIN) and value_key(value) == value_key(captured)
 
 
-def _same(get: Callable[..., Any], *places: Sequence[Any], now: Sequence[Any]) -> Callable[[], bool]:
+def _same(get: Callable[[Any], Any], places: Sequence[Any], now: Sequence[Any]) -> Callable[[], bool]:
     """A function that returns whether `get` finds these objects in these places."""
-    if len(now) == 1:  # in a third of the time
-        place = [one[0] for one in places]
-        return lambda: get(*place) is now[0]
-    return lambda: all(map(is_, map(get, *places), now))
+    return lambda: all(map(is_, map(get, places), now))
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a value is a function or a module, or is called as one."""
+    return callable(value) and not isinstance(value, type | Tensor)
+
+
+def _may_be_called(value: Any) -> bool:
+    """Whether a value is a function, a module, or an object with methods; or a container that holds one."""
+    if isinstance(value, _CONTAINERS):
+        return any(map(_may_be_called, _values_in(value)))
+    return _is_function(value) or is_plain_object(value)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))
 
 
 class _Names:
     """The names that functions read, and what they stand for."""
 
     def __init__(self) -> None:
-        self.labels: list[str] = []
-        self.mappings: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        self.values: list[Any] = []
-        self.cell_labels: list[str] = []
-        self.cells: list[types.CellType] = []
-        self.contents: list[Any] = []
+        self.entries = _Bindings(dict.get)
+        self.cells = _Bindings(_cell_contents)
+        self.of_classes = _Bindings(types.MappingProxyType.get)
+        self.kinds = _Bindings(type)
         self.functions: list[types.FunctionType] = []
         self.objects: dict[str, Any] = {}
         self.registries: list[tuple[str, Any]] = []
         """The dicts and lists in which there are only functions and modules, with their labels."""
+        self.empty: list[tuple[str, Any]] = []
+        """The containers in which there is nothing, with their labels."""
+        self.dicts: list[tuple[str, dict[str, Any]]] = []
+        """The attributes of modules and objects, with the labels of these."""
         self._modules: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
+        self._classes: dict[type, set[str]] = {}
+        """The classes of the modules and objects, with those of their attributes that have been read."""
+        self._asked_for = {"forward", "__call__"}
+        """The names of attributes that the functions read, and of what calls of objects do."""
+
+    def read_all(self, fn: Callable[..., Any]) -> None:
+        """Note the names that a function reads, those that the functions which it names read, and those that the
+        methods of the objects which they name read."""
+        self.read(fn)
+        while pending := [(kind, names) for kind in self._classes if (names := self._unread(kind))]:
+            for kind, names in pending:
+                self._classes[kind] |= names
+                for name in sorted(names):
+                    self._read_of_class(kind, name)
+
+    def _unread(self, kind: type) -> Set[str]:
+        """The attributes of a class that functions ask for, and that have not been read yet."""
+        asked_for = {"forward"} if _is_foreign_class(kind) else self._asked_for
+        return {name for base in kind.__mro__ for name in vars(base).keys() & asked_for} - self._classes[kind]
 
     def read(self, value: Any, label: str = "") -> None:
         """Note the names that a function reads, and those that the functions which it names read."""
@@ -212,17 +337,21 @@ class _Names:
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
-            self._modules[label or type(value).__name__] = value
-            self._seen.update(map(id, value.modules()))
-            for path, part in value.named_modules():
-                self.read(inspect.getattr_static(type(part), "forward", None), label)
-                self._read_attributes(part, ".".join(filter(None, (label, path))))
+            self._read_module(value, label)
+        elif type(value) in _FILLABLE:
+            self._read_elements(value, label)
         elif isinstance(value, functools.partial):
             self.read(value.func, label)
+            for bound in (*value.args, *value.keywords.values()):
+                self._read_value(label or "an argument of functools.partial", bound)
         elif isinstance(value, types.MethodType):
             self._note_object(label or type(value.__self__).__name__, value.__self__)
+            if isinstance(value.__self__, type):
+                self._classes.setdefault(value.__self__, set())
             self.read(value.__self__, label)
             self.read(value.__func__, label)
+        elif isinstance(value, weakref.ref):
+            self._read_value(label, value())
         elif isinstance(value, types.FunctionType):
             self._read_function(value)
         elif isinstance(inner := getattr(value, "__dict__", {}).get("__wrapped__"), types.FunctionType | nn.Module):
@@ -230,59 +359,145 @@ class _Names:
         elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
             self._note_object(label or type(value).__name__, value)
             self.read(call, label)
-            self._read_attributes(value, label)
+            self._read_object(value, label)
         elif isinstance(value, _CONTAINERS):
             self._read_elements(value, label)
         elif is_plain_object(value):
-            self._read_attributes(value, label)
+            self._read_object(value, label)
 
-    def _read_attributes(self, owner: Any, label: str) -> None:
-        """Read the functions among the attributes of an object."""
+    def _read_value(self, label: str, value: Any) -> None:
+        """Read what a name stands for, or what a function is bound to."""
+        self._note_object(label, value)
+        if not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+            self.read(value, label)
+
+    def _read_module(self, module: nn.Module, label: str) -> None:
+        if not self._modules:
+            for name, hooks in GLOBAL_HOOKS.items():
+                self._read_part(name, hooks, None, name)
+        self._modules[label or type(module).__name__] = module
+        self._seen.update(map(id, module.modules()))
+        for path, part in module.named_modules():
+            self.read(inspect.getattr_static(type(part), "forward", None), label)
+            self._read_object(part, _joined(label, path))
+
+    def _read_object(self, owner: Any, label: str) -> None:
+        """Read the functions among the attributes of an object, and note its class."""
         bindings = getattr(owner, "__dict__", {})
+        is_dict = isinstance(bindings, dict)
+        is_foreign = _is_foreign_class(type(owner)) and not isinstance(owner, nn.Module)
+        self.kinds.note(f"the class of {label or type(owner).__name__}", owner)
+        self._classes.setdefault(type(owner), set())
+        if is_dict and not is_foreign:
+            self.dicts.append((label, bindings))
         for name, value in attributes(owner):
-            path = f"{label}.{name}" if label else name
-            is_bound = isinstance(bindings, dict) and name in bindings
-            self._read_part(path, value, bindings if is_bound else None, name)
+            if _is_empty(value) and (is_foreign or (isinstance(owner, nn.Module) and _is_unused(name))):
+                continue
+            self._read_part(_joined(label, name), value, bindings if is_dict and name in bindings else None, name)
 
     def _read_elements(self, container: Any, label: str) -> None:
         """Read the functions in a container."""
         entries = list(_values_in(container))
+        if not entries and type(container) in _FILLABLE:
+            self.empty.append((label, container))
         is_registry = bool(entries) and all(map(_is_known_by_itself, entries))
-        if is_registry and not isinstance(container, tuple):
+        if is_registry and not isinstance(container, tuple | frozenset):
             self.registries.append((label, container))
         mapping = container if isinstance(container, dict) and not is_registry else None
-        for step, value in members(container) or ():
+        steps = members(container)
+        if steps is None:  # a set, or a view of a dict
+            for value in entries:
+                self._read_part(label, value, None, label)
+        for step, value in steps or ():
             self._read_part(step.after(label), value, mapping, step.key)
 
     def _read_part(self, label: str, value: Any, mapping: dict[Any, Any] | None, key: Any) -> None:
         """Read a function or a container that `mapping` has under `key`; None: it is in no mapping."""
-        is_function = callable(value) and not isinstance(value, type | Tensor)
+        is_function = _is_function(value)
         if is_function and mapping is not None:
-            self._note(label, mapping, key)
+            self.entries.note(label, mapping, key)
         is_read = is_function and not isinstance(value, types.BuiltinFunctionType)
-        if is_read or (isinstance(value, _CONTAINERS) and value):
+        if is_read or isinstance(value, _CONTAINERS):
             self.read(value, label)
 
+    def _read_of_class(self, kind: type, name: str) -> None:
+        """Note a function or a module that a class has for all of its objects, and that one of its bases has not."""
+        bases = [base for base in kind.__mro__ if not _is_foreign_class(base) or name == "forward"]
+        for depth, base in enumerate(bases):
+            if name in vars(base):
+                value = vars(base)[name]
+                if _is_method(value):  # which one of the classes below may come to define anew
+                    for one in bases[: depth + 1]:
+                        self.of_classes.note(f"{one.__qualname__}.{name}", vars(one), name)
+                if not _is_foreign_class(base):
+                    self._read_method(value, f"{base.__qualname__}.{name}")
+                return
+
+    def _read_method(self, value: Any, label: str) -> None:
+        """Read what lies in a class: a function, also one in a descriptor, a module or a container."""
+        parts = [value]
+        if isinstance(value, property):
+            parts = [value.fget]
+        elif isinstance(value, staticmethod | classmethod):
+            parts = [value.__func__]
+        elif isinstance(value, functools.cached_property):
+            parts = [value.func]
+        for part in parts:
+            if callable(part) or isinstance(part, _CONTAINERS):
+                self._read_value(label, part)
+
     def _read_function(self, function: types.FunctionType) -> None:
-        own = _is_foreign(function)
-        if not own:
+        is_foreign = _is_foreign(function)
+        if not is_foreign:
             self.functions.append(function)
-        read, bound = _names_in(function.__code__)
+        names = _names_in(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if (held := _held_by(cell)) is not cell:
-                if not own:
-                    self._note_object(name, held)
-                if not own and name not in bound:
-                    self.cell_labels.append(f"{name}, a nonlocal of {function.__name__},")
-                    self.cells.append(cell)
-                    self.contents.append(held)
-                self.read(held, name)
-        for name in () if own else read - bound:
-            held = function.__globals__.get(name)
-            self._note(f"{name}, a global of {function.__name__},", function.__globals__, name)
-            self._note_object(name, held)
-            if not isinstance(held, types.ModuleType | types.BuiltinFunctionType):
-                self.read(held, name)
+                if not is_foreign and name not in names.bound:
+                    self.cells.note(f"{name}, a nonlocal of {function.__name__},", cell)
+                if not is_foreign:
+                    self._read_value(name, held)
+                elif not _is_empty(held):
+                    self.read(held, name)
+        if is_foreign:
+            return
+        self._asked_for |= names.attributes
+        for name in names.read - names.bound:
+            self.entries.note(f"{name}, a global of {function.__name__},", function.__globals__, name)
+            self._read_value(name, function.__globals__.get(name))
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._read_value(f"a default of {function.__name__}", value)
+        free = dict(zip(function.__code__.co_freevars, map(_held_by, function.__closure__ or ()), strict=True))
+        for root, *path in names.paths:
+            if root not in names.bound:
+                self._read_path(root, free.get(root, function.__globals__.get(root)), path)
+
+    def _read_path(self, label: str, owner: Any, path: Iterable[str]) -> None:
+        """Note what a function reads of the classes, functions and files of Python code that it names: `a.b.c`."""
+        for name in path:
+            if isinstance(owner, types.ModuleType):
+                if _is_foreign_package(owner.__name__):
+                    return
+                bindings: Any = vars(owner)
+            elif isinstance(owner, type):
+                bindings = next((vars(base) for base in owner.__mro__ if name in vars(base)), {})
+                if _is_foreign_class(owner):
+                    return
+            elif isinstance(owner, types.FunctionType):
+                bindings = vars(owner)
+            else:
+                return
+            if name not in bindings or name.startswith("__"):
+                return
+            label, owner = f"{label}.{name}", bindings[name]
+            if isinstance(bindings, dict):
+                self.entries.note(label, bindings, name)
+            else:
+                self.of_classes.note(label, bindings, name)
+            if isinstance(owner, property | staticmethod | classmethod):
+                self._read_method(owner, label)
+            else:
+                self._read_value(label, owner)
 
     def read_modules(self, storages: Set[int]) -> None:
         """Note those parameters and buffers of the modules that lie in these storages, or that are None."""
@@ -294,7 +509,7 @@ class _Names:
                     for name, value in names.items():
                         if value is not None and innermost_storage_id(value) not in storages:
                             continue
-                        self._note(".".join(filter(None, (label, path, name))), names, name)
+                        self.entries.note(_joined(label, path, name), names, name)
 
     def _note_object(self, label: str, value: Any) -> None:
         if is_plain_object(value):
@@ -305,16 +520,42 @@ class _Names:
         """The modules and the plain objects that the functions name."""
         return self._modules | self.objects
 
-    def _note(self, label: str, mapping: dict[str, Any], key: str) -> None:
-        self.labels.append(label)
-        self.mappings.append(mapping)
-        self.keys.append(key)
-        self.values.append(mapping.get(key))
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is a container with nothing in it."""
+    return isinstance(value, _CONTAINERS) and not value
+
+
+def _is_unused(name: str) -> bool:
+    """Whether a container of this name in a module is torch's, and a call does not ask for it."""
+    return name.startswith("_") and name not in _KEPT_BY_MODULES
 
 
 def _values_in(container: Any) -> Any:
-    """A view of what lies in a dict, list or tuple."""
+    """A view of what lies in a container: in a dict, its values."""
+    if isinstance(container, types.MappingProxyType):
+        return container.values()
     return dict.values(container) if isinstance(container, dict) else container
+
+
+def _is_method(value: Any) -> bool:
+    """Whether a value in a class is a function, a descriptor of one, or a module."""
+    return callable(value) or isinstance(value, property | staticmethod | classmethod | functools.cached_property)
+
+
+@functools.cache
+def _is_foreign_package(name: str) -> bool:
+    """Whether a file of Python code is not the user's: of torch, weft, the standard library or an installed package."""
+    if name == "__main__" or name.startswith("weft.proofs."):
+        return False  # laws and strategies stand for what users write
+    package = name.partition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return package in _FOREIGN or package in sys.stdlib_module_names or "site-packages" in file
+
+
+@functools.cache
+def _is_foreign_class(kind: Any) -> bool:
+    return _is_foreign_package(str(kind.__module__))
 
 
 def _is_known_by_itself(value: Any) -> bool:
@@ -338,18 +579,52 @@ def _held_by(cell: types.CellType) -> Any:
         return cell
 
 
+@attrs.frozen
+class _Code:
+    """The names in the code of a function and of the functions inside it.
+
+    Args:
+        read: those that it looks up among the globals, which are not those of attributes.
+        bound: the globals and nonlocals that it binds.
+        attributes: those of the attributes that it reads.
+        paths: those that it reads of a global or a nonlocal, as `a.b.c`, and does not bind.
+    """
+
+    read: Set[str]
+    bound: Set[str]
+    attributes: Set[str]
+    paths: Set[tuple[str, ...]]
+
+
 @functools.lru_cache(1024)
-def _names_in(code: types.CodeType) -> tuple[Set[str], Set[str]]:
-    """The names that a function and the functions inside it look up among the globals, which are not those of
-    attributes; and the globals and nonlocals that they bind."""
-    read, bound, local = set[str](), set[str](), set[str]()
+def _names_in(code: types.CodeType) -> _Code:
+    read, bound, local, attributes, stored = set[str](), set[str](), set[str](), set[str](), set[str]()
+    paths = set[tuple[str, ...]]()
+    path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         kind, name = instruction.opname, instruction.argval
+        if kind in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(name)
+            path = (*path, name) if path else ()
+            continue
+        paths.update({path} if len(path) > 1 else ())
+        path = ()
         if kind in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             read.add(name)
+            path = (name,)
+        elif kind in ("LOAD_DEREF", "LOAD_CLASSDEREF") and name in code.co_freevars:
+            path = (name,)
         elif kind in ("STORE_GLOBAL", "DELETE_GLOBAL") or (kind == "STORE_DEREF" and name in code.co_freevars):
             bound.add(name)
+        elif kind in ("STORE_ATTR", "DELETE_ATTR"):
+            stored.add(name)
         elif kind == "STORE_NAME":  # in the body of a class
             local.add(name)
     inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return (read - local).union(*(one for one, _ in inner)), bound.union(*(one for _, one in inner))
+    paths.update(path for one in inner for path in one.paths if path[0] not in code.co_cellvars)
+    return _Code(
+        read=(read - local).union(*(one.read for one in inner)),
+        bound=bound.union(*(one.bound for one in inner)),
+        attributes=attributes.union(*(one.attributes for one in inner)),
+        paths={one for one in paths if stored.isdisjoint(one[1:])},
+    )

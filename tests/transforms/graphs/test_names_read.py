@@ -1,5 +1,6 @@
 """Names that a function reads: another object leads to a new capture, an equal value or a counter to none."""
 
+import functools
 import gc
 import types
 import weakref
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.nn.modules import module as modules
 
+from weft.errors import CacheMissError
 from weft.transforms.graphs import outside
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
@@ -93,7 +96,50 @@ def first_of(step: Callable[..., tuple[Any, Tensor]]) -> Callable[[Tensor], Tens
     return lambda x: step((None, None), (None, None), x)[1]
 
 
-TOP, CALLED = Top(), Called()
+class Helped(nn.Module):
+    """A module whose forward calls another method."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.help(x)
+
+    def help(self, x: Tensor) -> Tensor:
+        return x * gain
+
+
+class Tripled:
+    """An object with a method, and a module that its class has."""
+
+    part = nn.Sequential(nn.Tanh())
+
+    def go(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+class Halved(Tripled):
+    """The same with another method."""
+
+    def go(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def calling(module: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = module(x)
+    return found
+
+
+def by_default(x: Tensor, module: nn.Module = nn.Sequential(nn.Tanh())) -> Tensor:  # noqa: B008
+    return calling(module, x)
+
+
+def by_attribute(x: Tensor) -> Tensor:
+    return calling(by_attribute.part, x)  # type: ignore[attr-defined]
+
+
+def hook(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+    return result * 10
+
+
+TOP, CALLED, HELPED = Top(), Called(), Helped()
 LISTED, NAMED = [torch.tanh, amplified], {"amplify": (amplified, "a text")}
 HOLDER, ACTIVATED = Holder(amplified), Activated()
 COMPOSED, PIPELINED = first_of(compose([stage, stage])), first_of(pipeline([stage, stage]))
@@ -105,6 +151,7 @@ CHANGED: dict[str, tuple[Callable[..., Tensor], str, Any]] = {
     "a module": (lambda x: math.floor(x), "math", types.SimpleNamespace(floor=torch.ceil)),
     "a builtin": (lambda x: abs(x), "abs", torch.sin),
     "a name read by a submodule": (lambda x: TOP(x), "gain", 5.0),
+    "a name read by a method that forward calls": (lambda x: HELPED(x), "gain", 5.0),
     "a name read by an object that is called": (lambda x: CALLED(x), "gain", 5.0),
     "a name read by a graphified function": (lambda x: INNER(x), "gain", 5.0),
     "a name read by a function in a list": (lambda x: LISTED[1](x), "gain", 5.0),
@@ -139,6 +186,22 @@ def replaced(place: Any, key: str, value: Any) -> Callable[[pytest.MonkeyPatch],
 FUNCTIONS = {"act": torch.tanh}
 LAYERS = [nn.Tanh(), amplified]
 MIXED: dict[str, Any] = {"calls": 3, "act": amplified}
+UNHOOKED, UNCHANGED, FOR_ALL = nn.Sequential(nn.Tanh()), nn.Tanh(), nn.Tanh()
+NONE: dict[str, Callable[[Tensor], Tensor]] = {}
+METHOD, KIND, SHARED = Tripled(), Tripled(), Tripled()
+BOUND, REFERENCED, IN_A_SET = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
+PARTIAL, REFERENCE, SET = functools.partial(calling, BOUND), weakref.ref(REFERENCED), {IN_A_SET}
+vars(by_attribute)["part"] = nn.Sequential(nn.Tanh())
+settings: Any = types.ModuleType("settings")
+settings.scale = 2.0
+
+
+def with_all_of(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for function in functions.values():
+        x = function(x)
+    return x * 1
+
+
 REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], None]]] = {
     "a function in a dict": (lambda x: FUNCTIONS["act"](x), replaced(FUNCTIONS, "act", torch.relu)),
     "an attribute of an object": (lambda x: HOLDER.function(x), replaced(HOLDER, "function", torch.relu)),
@@ -147,6 +210,31 @@ REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], 
     "a module in a list": (lambda x: LAYERS[0](x), lambda monkeypatch: LAYERS.reverse()),
     "a submodule": (lambda x: TOP(x), replaced(TOP._modules, "sub", nn.Tanh())),
     "a submodule of the function itself": (TOP, replaced(TOP._modules, "sub", nn.Tanh())),
+    "a first hook": (lambda x: UNHOOKED(x), replaced(UNHOOKED[0]._forward_hooks, "0", hook)),
+    "a hook of all modules": (lambda x: FOR_ALL(x), replaced(modules._global_forward_hooks, "0", hook)),
+    "a function in an empty dict": (lambda x: with_all_of(NONE, x), replaced(NONE, "act", torch.exp)),
+    "a module's own forward": (lambda x: UNCHANGED(x), replaced(UNCHANGED, "forward", torch.exp)),
+    "the class of an object": (lambda x: KIND.go(x), replaced(KIND, "__class__", Halved)),
+    "a method of a class": (lambda x: METHOD.go(x), replaced(Tripled, "go", lambda self, x: x * 9)),
+    "the forward of a class": (Sub(), replaced(Sub, "forward", lambda self, x: x * 9)),
+    "a submodule in a class": (lambda x: SHARED.part(x), replaced(Tripled.part._modules, "0", nn.ReLU())),
+    "a submodule in a class that it names": (
+        lambda x: Tripled.part(x),
+        replaced(Tripled.part._modules, "0", nn.ReLU()),
+    ),
+    "a submodule in a partial function": (lambda x: PARTIAL(x), replaced(BOUND._modules, "0", nn.ReLU())),
+    "a submodule of the partial function itself": (PARTIAL, replaced(BOUND._modules, "0", nn.ReLU())),
+    "a submodule behind a weak reference": (
+        lambda x: calling(REFERENCE(), x),  # type: ignore[arg-type]
+        replaced(REFERENCED._modules, "0", nn.ReLU()),
+    ),
+    "a submodule in a set": (lambda x: calling(next(iter(SET)), x), replaced(IN_A_SET._modules, "0", nn.ReLU())),
+    "a submodule of a default": (by_default, replaced(by_default.__defaults__[0]._modules, "0", nn.ReLU())),  # type: ignore[index]
+    "a submodule of an attribute of a function": (
+        by_attribute,
+        replaced(vars(by_attribute)["part"]._modules, "0", nn.ReLU()),
+    ),
+    "a number in a file of Python code": (lambda x: x * settings.scale, replaced(settings, "scale", 5.0)),
 }
 
 
@@ -162,7 +250,7 @@ def test_a_function_that_was_replaced_in_an_object_is_captured_anew(case: str, m
     assert graph.cache_info().captures == 2
 
 
-@pytest.mark.parametrize("reads", ["_read_elements", "_read_attributes", "_read_part"])
+@pytest.mark.parametrize("reads", ["_read_elements", "_read_object", "_read_part"])
 def test_planted_bugs_are_found(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each makes some of the tests above fail."""
     monkeypatch.setattr(outside._Names, reads, lambda *args: None)
@@ -227,6 +315,25 @@ def test_names_of_a_class_body_are_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(globals(), "gain", value)
         assert torch.equal(graph(X), X * 4)
     assert graph.cache_info().captures == 1
+
+
+def test_what_is_no_function_may_be_added() -> None:
+    module, log = Top(), list[float]()
+
+    def logged(x: Tensor) -> Tensor:
+        y: Tensor = module(x)
+        return y * (1 + len(log[:0]))
+
+    graph = graphify(logged)
+    graph(X)
+    graph.freeze()
+    for value in range(3):
+        log.append(1.0)
+        vars(module.sub)[f"number {value}"] = value
+        assert torch.equal(graph(X), module(X))
+    vars(module)["act"] = torch.relu
+    with pytest.raises(CacheMissError, match=r"a miss after freeze\(\): module\.act was not there at the capture"):
+        graph(X)
 
 
 def test_defaults_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,19 @@ def test_a_setting_that_the_function_puts_back_itself_is_not_refused() -> None:
         assert_equal(LAW, g(x), changing(x))
 
 
+def test_a_gradient_that_comes_to_be_there_is_seen() -> None:
+    w = torch.ones(4, requires_grad=True)
+    g = graphify(lambda x: x * 2 if w.grad is None else x * 3)
+    for _ in range(2):
+        assert_equal(LAW, g(X), X * 2)
+    assert g.cache_info().captures == 1
+    w.grad = torch.ones(4)
+    with pytest.raises(CaptureError, match=r"\.grad of a tensor from outside is not an argument"):
+        g(X)
+    w.grad = None
+    assert_equal(LAW, g(X), X * 2)
+
+
 def test_a_tensor_from_outside_may_come_to_require_grad() -> None:
     w = torch.ones(4)
     g = graphify(lambda x: x * w)

@@ -400,7 +400,13 @@ class Audit(OperatorWatch):
         self._dependent = self._buffers | self.writable
         self.external, self._results, self.launches = {}, [], 0
         self._refusals.made, self._failed = [], ""
+        self._host_reads.without_gradient = []
         self.has_unknown = False
+
+    @property
+    def without_gradient(self) -> list[Tensor]:
+        """The tensors from outside that the function has asked for a gradient, and that had none."""
+        return [*{id(x): x for x in self._host_reads.without_gradient}.values()]
 
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""

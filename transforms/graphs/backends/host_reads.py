@@ -69,6 +69,8 @@ class HostReads(FunctionMode):
         self.is_argument, self.is_own, self.constants = is_argument, is_own, constants
         self.gathers = gathers
         self.asked_for = asked_for
+        self.without_gradient: list[Tensor] = []
+        """The tensors from outside that the run has asked for a gradient, and that had none."""
         self.calls_attention = False
         self.fills = False
         """Whether `x[index] = number` runs now, for which torch makes a tensor without an operator."""
@@ -120,6 +122,8 @@ class HostReads(FunctionMode):
             instead = "pass the gradients as a separate argument, {name: p.grad for name, p in ...}"
             fault = ".grad of a tensor from outside is not an argument, so a replay does not read it again"
             raise self.refuse(fault, instead)
+        if attribute is torch.Tensor.grad and value is None and args[0].is_leaf and not self.is_own(args[0]):
+            self.without_gradient.append(args[0])
         if attribute is READ_BY_PICKLE and in_pickle():
             raise self.refuse("pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
         return value
