@@ -345,6 +345,21 @@ class Snapshot:
                 self._members[id(value)] = value, inside
                 stack += [member for _, member in inside]
 
+    @property
+    def num_values(self) -> int:
+        """How many values are compared."""
+        return len(self._contents) + sum(len(inside) for _, inside in self._members.values())
+
+    def is_unchanged(self) -> bool:
+        """Whether all members are the same objects as then, and the contents the same: a quick look, for which an equal
+        value is a change."""
+        for value, before in self._members.values():
+            now = members(value, self._registered) or []
+            if len(now) != len(before) or any(one is not old for (_, one), (_, old) in zip(now, before, strict=True)):
+                return False
+        handles = ((_contents_handle(value), value, before) for value, before in self._contents.values())
+        return all(handle is not None and handle.same(handle.get(value), before) for handle, value, before in handles)
+
     def changes(self, state: Set[int] = frozenset()) -> Iterator[Change]:
         """What has changed since, in the order of the roots.
 
@@ -460,6 +475,11 @@ _NUMPY_RANDOM_STATE = _Contents(
     lambda value, contents: value.set_state(contents),
     lambda now, was: bool(repr(now) == repr(was) and (now["state"]["key"] == was["state"]["key"]).all()),
 )
+
+
+def is_refillable(value: Any) -> bool:
+    """Whether an object has contents that may change, and that are no members: a set, an array, a random generator."""
+    return _contents_handle(value) is not None
 
 
 def _contents_handle(value: Any) -> _Contents | None:

@@ -6,13 +6,13 @@ nonlocals name, and those of the parameters and buffers of closed-over modules t
 function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. Functions
 and modules among the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names
 that they read; and so are the methods that they call, in the classes of these objects, and what they read of a class or
-a file of Python code that they name (`settings.scale`). Of modules and objects it also compares the class, and whether
-one has more attributes than before, a function among them; and whether containers that were empty still are, such as
-those of hooks, at some 0.01 to 0.03 µs each. On the CPU it also compares the code and the defaults of functions, and
-the shapes, strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...` may change at the same address, at
-some 0.2 µs each. What else an object holds inside (a number, a tensor in a list, an object) is not compared at calls;
-`graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are refused at the capture
-(`PythonState`).
+a file of Python code that they name (`settings.scale`). It also compares whether a module or an object has more
+attributes than before, a function among them; and whether containers that were empty still are, such as those of hooks,
+at some 0.01 to 0.03 µs each. On the CPU it also compares the code and the defaults of functions, the classes of
+objects, and the shapes, strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...` may change at the
+same address, at some 0.2 µs each. What else an object holds inside (a number, a tensor in a list, an object) is not
+compared at calls; `graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are refused at
+the capture (`PythonState`).
 """
 
 import dis
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import CaptureError
-from weft.objects import Snapshot, attributes, is_plain_object, members
+from weft.objects import Change, Snapshot, attributes, is_plain_object, is_refillable, members
 from weft.torchapi.private import GLOBAL_HOOKS, MODULE_HOOKS, innermost_storage_id, storage_id
 from weft.value_keys import value_key
 
@@ -97,7 +97,7 @@ class Outside:
     Args:
         fn: the function.
         external: the tensors.
-        thorough: whether the code of functions, and the shapes of tensors, are compared too.
+        thorough: whether the code of functions, the classes of objects, and the shapes of tensors are compared too.
         without_gradient: tensors that it asked for their gradient, and that had none.
     """
 
@@ -117,7 +117,7 @@ class Outside:
         for tensor in without_gradient:
             gradients.note(f"the gradient of a tensor of shape {tuple(tensor.shape)} that it asks for", tensor)
         self._bindings = [names.entries, names.cells, names.of_classes, gradients]
-        self._kinds = names.kinds
+        self._kinds = names.kinds if thorough else _Bindings(type)
         self._registries = names.registries
         self._entries = [list(_values_in(registry)) for _, registry in self._registries]
         self._empty = names.empty
@@ -235,9 +235,12 @@ class PythonState:
     def __init__(self, fn: Callable[..., Any]) -> None:
         names = _Names()
         names.read_all(fn)
-        self._roots = names.roots
-        parts = (part for root in self._roots.values() if isinstance(root, nn.Module) for part in root.modules())
-        self._registered = {id(part) for part in parts}
+        self._roots = dict[str, Any]()
+        for label, root in names.roots.items():
+            parts = root.named_modules() if isinstance(root, nn.Module) else [("", root)]
+            self._roots |= {_joined(label, path): part for path, part in parts}
+        self._containers = names.containers
+        self._registered = {id(root) for root in self._roots.values() if isinstance(root, nn.Module)}
         self._first = self._last = self._snapshot()
 
     def _snapshot(self) -> Snapshot:
@@ -247,12 +250,21 @@ class PythonState:
         """Note what there is, before a run."""
         self._last = self._snapshot()
 
+    def with_containers(self) -> Snapshot:
+        """All that there is now, also in the lists, dicts and sets that the function names, which a run may fill."""
+        return Snapshot(self._roots | self._containers, self._registered)
+
+    def change(self) -> Change | None:
+        """The first value that has changed since the last run began, and that is no tensor."""
+        for change in self._last.changes():
+            if not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor):
+                return change
+        return None
+
     def refuse_changes(self, call: str) -> None:
         """Raise CaptureError, and put back what there was before the first run, if the last run changed a value.
         Tensors that it keeps are for the audit to refuse."""
-        for change in self._last.changes():
-            if isinstance(change.before, Tensor) or isinstance(change.after, Tensor):
-                continue
+        if (change := self.change()) is not None:
             self._first.restore()
             seen = f"{change.path} {change}, and a replay does not repeat that"
             instead = "a tensor in its place, which the function takes as an argument and returns (for what a module "
@@ -303,6 +315,7 @@ class _Names:
         self.kinds = _Bindings(type)
         self.functions: list[types.FunctionType] = []
         self.objects: dict[str, Any] = {}
+        self.containers: dict[str, Any] = {}
         self.registries: list[tuple[str, Any]] = []
         """The dicts and lists in which there are only functions and modules, with their labels."""
         self.empty: list[tuple[str, Any]] = []
@@ -514,6 +527,8 @@ class _Names:
     def _note_object(self, label: str, value: Any) -> None:
         if is_plain_object(value):
             self.objects.setdefault(label, value)
+        elif isinstance(value, _CONTAINERS) or (members(value) is None and is_refillable(value)):
+            self.containers.setdefault(label, value)
 
     @property
     def roots(self) -> dict[str, Any]:
@@ -553,8 +568,7 @@ def _is_foreign_package(name: str) -> bool:
     return package in _FOREIGN or package in sys.stdlib_module_names or "site-packages" in file
 
 
-@functools.cache
-def _is_foreign_class(kind: Any) -> bool:
+def _is_foreign_class(kind: type) -> bool:
     return _is_foreign_package(str(kind.__module__))
 
 

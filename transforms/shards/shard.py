@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of, names_arguments
-from weft.donation import refuse_donated
+from weft.donation import refuse_donated, refuse_donated_in
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.distribute import match_placements
@@ -43,6 +43,7 @@ from weft.torchapi.private import (
 )
 from weft.transforms.graphs.backends.loops import current_looper
 from weft.transforms.graphs.calls.key import check_plain, check_tensors
+from weft.transforms.graphs.outside import PythonState
 from weft.transforms.pipelines.machine import Step, interleave
 from weft.transforms.shards.local import run_in_turn
 from weft.transforms.shards.results import PlacedResult, place_results, refuse_unlike
@@ -200,6 +201,7 @@ class Sharded:
             if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
                 seen = f"PerRank() of {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
                 raise MeshError(self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks")
+            refuse_donated_in(self._call, tree=tree[rank])
             num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(tree[rank]))
             given.keys[rank].extend((name, number, rank) for number in range(num_tensors))
             return tree[rank]
@@ -249,10 +251,16 @@ class Sharded:
     ) -> Traces:
         """Trace the function on all ranks."""
         wrapped = wrapped_tensors(self._fn) if in_functorch_transform() else []
-        by_rank = tuple(
-            trace(self._fn, self._name, self.mesh, rank, leaves, structure, grads=grads, wrapped=wrapped)
-            for rank, (leaves, structure) in enumerate(flat)
-        )
+        in_python = PythonState(self._fn)
+        by_rank = []
+        for rank, (leaves, structure) in enumerate(flat):
+            for _ in ("the first time", "with what that has put in a cache"):
+                in_python.begin_run()
+                made = trace(self._fn, self._name, self.mesh, rank, leaves, structure, grads=grads, wrapped=wrapped)
+                if in_python.change() is None:
+                    break
+            in_python.refuse_changes(self._call)
+            by_rank.append(made)
         closed_over = [x for one in by_rank for x in one.closed_over]
         if not grads and torch.is_grad_enabled() and any(x.requires_grad for x in closed_over):
             return self._make_traces(flat, keys, grads=True)
@@ -260,7 +268,9 @@ class Sharded:
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
             numbers = result_numbers(by_rank, order, keys)
             results = tuple(place_results(by_rank, numbers, self.mesh, self.out_placements, self._call))
-            return Traces(by_rank, order, ClosedOver(self._fn, closed_over), results)
+            return Traces(
+                tuple(by_rank), order, ClosedOver(self._fn, closed_over, in_python.with_containers()), results
+            )
 
     def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
         """The whole result. A result that is the ranks' parts of an argument, written in place or not, is the
@@ -348,9 +358,9 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
 
     Args:
         f: a pure function of tensors, and of trees of them. It is traced once for each rank and signature, and again
-            when a tensor or a number that it reads by name is another one. Tensors that it closes over have
-            derivatives, as arguments have. One that is found neither by a name nor inside an object, or that a
-            transform of torch.func has wrapped, makes each call a trace.
+            when a tensor or another value that it reads by name, however deep in an object, is another one. Tensors
+            that it closes over have derivatives, as arguments have. One that is found neither by a name nor inside an
+            object, or that a transform of torch.func has wrapped, makes each call a trace.
         mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh` with names.
         in_placements: a tuple with a placement for each argument; one that is not a tuple holds for every argument. A
             placement is `Shard(dim)`, `Replicate()` or `Partial()`, of weft or of `torch.distributed.tensor`. On a mesh

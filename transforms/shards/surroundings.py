@@ -10,12 +10,15 @@ import attrs
 from torch import Tensor
 from torch.nn import Buffer, Parameter
 
+from weft.objects import Change, Snapshot
 from weft.torchapi.private import is_functorch_wrapped_tensor
 from weft.transforms.graphs.outside import Outside
 
 _PLAIN = (Tensor, Parameter, Buffer)
 _MOST_OBJECTS = 10_000
 """The most objects that are searched for a tensor."""
+_MOST_VALUES = 100_000
+"""The most values that are compared in each call; a function that names more is traced in each."""
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, bool, type(None))
 
 
@@ -43,16 +46,18 @@ class _Link:
 
 
 class ClosedOver:
-    """The tensors that a function reads and that are no arguments, and how it finds them.
+    """The tensors that a function reads and that are no arguments, how it finds them, and what else it names.
 
     Args:
         fn: the function.
         tensors: what its traces read.
+        in_python: the values that it names, after its traces.
     """
 
-    def __init__(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, fn: Callable[..., Any], tensors: Sequence[Tensor], in_python: Snapshot) -> None:
+        self._in_python = in_python
         self._tensors = tuple({id(x): x for x in tensors}.values())
-        self.is_lasting = all(map(_lasts, self._tensors))
+        self.is_lasting = all(map(_lasts, self._tensors)) and in_python.num_values <= _MOST_VALUES
         """Whether all of them can be the same ones at a later call, and a change would be noticed."""
         if not self.is_lasting:
             return
@@ -63,10 +68,17 @@ class ClosedOver:
         self.is_lasting = links is not None
 
     def has_changed(self) -> bool:
-        """Whether a name, or a place in an object, holds another tensor than it did; or one changed its form."""
+        """Whether a name, or a place in an object, holds another value than it did; or a tensor changed its form."""
         if self._outside.has_changed() or not all(link.holds() for link in self._links):
             return True
+        if not self._in_python.is_unchanged() and any(map(_is_of_python, self._in_python.changes())):
+            return True
         return [_form(x) for x in self._tensors] != self._forms
+
+
+def _is_of_python(change: Change) -> bool:
+    """Whether a change is of something else than a tensor, whose places are compared by themselves."""
+    return not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor)
 
 
 def _lasts(tensor: Tensor) -> bool:

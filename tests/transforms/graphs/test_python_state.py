@@ -54,6 +54,11 @@ def by_closure() -> tuple[Callable[[Tensor], Tensor], Any]:
     return lambda x: module(x) + 1, module.held.counts[0]
 
 
+def in_a_part() -> tuple[Callable[[Tensor], Tensor], Any]:
+    module = nn.Sequential(nn.Identity(), nn.Sequential(Counts()))
+    return lambda x: module(x) + 1, module[1][0].held.counts[0]
+
+
 def by_object() -> tuple[Callable[[Tensor], Tensor], Any]:
     count = Count()
     return lambda x: count.next(x) + 1, count
@@ -75,6 +80,7 @@ def with_its_object(make: Callable[[Count], Any]) -> Callable[[], tuple[Any, Any
 FROZEN: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "a module": (with_its_module, "Counts.held.counts[0].n"),
     "a module that is closed over": (by_closure, "module.held.counts[0].n"),
+    "a part of a module": (in_a_part, "module.1.0.held.counts[0].n"),
     "an object that is closed over": (by_object, "count.n"),
     "a global object": (lambda: (by_global, COUNT), "COUNT.n"),
     "the object of a method": (with_its_object(lambda count: count.next), "Count.n"),

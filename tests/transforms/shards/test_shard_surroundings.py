@@ -28,6 +28,7 @@ from weft.proofs.strategies import surrounded
 from weft.proofs.strategies.shards import RankResults, rank_results
 from weft.proofs.strategies.surrounded import SurroundedShard
 from weft.torchapi.private import innermost, is_fake
+from weft.transforms.graphs.graphify import graphify
 from weft.transforms.shards import tracing
 from weft.transforms.shards.local import _Rank
 from weft.transforms.shards.shard import Sharded
@@ -140,6 +141,87 @@ def test_a_weight_in_any_place_may_be_another_one(name: str) -> None:
     assert func.grad(lambda w: (write(w), step(X).sum())[1])(torch.tensor(1.0)).item() == 6
     write(torch.tensor(4.0))
     assert step(X).tolist() == (X * 4).tolist()
+
+
+class _Slots:
+    __slots__ = ("number",)
+
+
+class _Scale(torch.nn.Module):
+    number = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number
+
+
+def _numbers() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], Any]]]:
+    """For each place of a number outside a function: the function that multiplies by it, and what writes it."""
+    space, slots, listed, nested = types.SimpleNamespace(), _Slots(), [0.0], {"a": [{"b": 0.0}]}
+    module, parts = _Scale(), torch.nn.Sequential(torch.nn.Identity(), _Scale())
+    several: set[float] = set()
+    partial = functools.partial(lambda x, by: x * by["n"], by={"n": 0.0})
+    dropout = torch.nn.Dropout(1.0)
+    return {
+        "an attribute": (lambda x: x * space.number, lambda n: setattr(space, "number", n)),
+        "a slot": (lambda x: x * slots.number, lambda n: setattr(slots, "number", n)),
+        "a list": (lambda x: x * listed[0], lambda n: listed.__setitem__(0, n)),
+        "a dict in a list in a dict": (
+            lambda x: x * nested["a"][0]["b"],
+            lambda n: nested["a"].__setitem__(0, {"b": n}),
+        ),
+        "a set": (lambda x: x * max(several), several.add),
+        "a module": (lambda x: module(x), lambda n: setattr(module, "number", n)),
+        "a part of a module": (lambda x: parts(x), lambda n: setattr(parts[1], "number", n)),
+        "an argument of a partial": (partial, lambda n: partial.keywords["by"].__setitem__("n", n)),
+        "whether a module trains": (
+            lambda x: dropout(x) if not dropout.training else x * 3,
+            lambda n: dropout.train(n > 2),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _numbers())
+def test_a_number_in_any_place_may_be_another_one(name: str) -> None:
+    fn, write = _numbers()[name]
+    step = by_rows(fn)
+    for value in (2.0, 2.0, 3.0, 0.0, 5.0):
+        write(value)
+        assert torch.equal(step(X), fn(X))
+        assert torch.equal(graphify(step)(X), fn(X))
+
+
+def test_a_number_that_it_changes_itself_is_refused() -> None:
+    space = types.SimpleNamespace(parts=[types.SimpleNamespace(n=0)])
+
+    def count(x: Tensor) -> Tensor:
+        space.parts[0].n += 1
+        return x * space.parts[0].n
+
+    seen = "space.parts[0].n changes from 1 to 2 while it runs, and a replay does not repeat that"
+    with refused(CaptureError, "weft.shard(count, Mesh(tensor=2), ...)", seen, "a tensor in its place<any>"):
+        by_rows(count)(X)
+    assert space.parts[0].n == 0
+
+
+def test_what_its_first_run_puts_into_a_cache_is_kept() -> None:
+    kept = types.SimpleNamespace(scale=None)
+
+    def cached(x: Tensor) -> Tensor:
+        if kept.scale is None:
+            kept.scale = 3.0
+        return x * kept.scale
+
+    assert torch.equal(by_rows(cached)(X), X * 3)
+
+
+def test_a_function_that_names_too_much_is_traced_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.transforms.shards.surroundings._MOST_VALUES", 3)
+    many = [1.0, 2.0, 3.0, 4.0]
+    step = by_rows(lambda x: x * many[3])
+    for value in (4.0, 5.0):
+        many[3] = value
+        assert torch.equal(step(X), X * value)
+    assert not step._traces
 
 
 def test_an_argument_of_a_partial_is_found() -> None:
