@@ -418,16 +418,23 @@ def backend_switches() -> tuple[tuple[str, Any], ...]:
 def switches_put_back() -> Callable[[], list[str]]:
     """A function that puts the settings back that have changed by then, the default device among them, and returns
     their names."""
-    before = (*switches(), ("default device", default_device()))
+    before = _settings()
 
     def put_back() -> list[str]:
-        now = (*switches(), ("default device", default_device()))
-        changed = [pair for pair, other in zip(before, now, strict=True) if pair != other]
-        for name, value in changed:
+        now = _settings()
+        changed = {name: value for name, value in before.items() if now[name] != value}
+        for name, value in changed.items():
             _SETTERS[name](value)
-        return [name for name, _ in changed]
+        return list(changed)
 
     return put_back
+
+
+def _settings() -> dict[str, Any]:
+    """The settings that a user changes. The order in which torch prefers kernels of attention is none of them: torch
+    itself sets it in the first call on a GPU."""
+    settings = dict(switches()) | {"default device": default_device()}
+    return settings | {"kernels of attention": settings["kernels of attention"][:4]}
 
 
 def _set_autocast(dtypes: tuple[torch.dtype | None, ...]) -> None:
@@ -439,12 +446,11 @@ def _set_autocast(dtypes: tuple[torch.dtype | None, ...]) -> None:
 
 def _set_attention(value: tuple[Any, ...]) -> None:
     c: Any = torch._C
-    flash, mem_efficient, math, cudnn, *priority = value
+    flash, mem_efficient, math, cudnn = value
     c._set_sdp_use_flash(flash)
     c._set_sdp_use_mem_efficient(mem_efficient)
     c._set_sdp_use_math(math)
     c._set_sdp_use_cudnn(cudnn)
-    c._set_sdp_priority_order(priority)
 
 
 def _set_cudnn(value: tuple[Any, ...]) -> None:
