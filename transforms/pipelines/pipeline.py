@@ -325,7 +325,7 @@ class Pipelined:
         not over. Only the programs of `make_programs` go on where those of fewer jobs ended."""
         if self._schedule is make_programs:
             return count_running(len(self.stages), jobs, advances=True, buffers=self._buffers)
-        programs = self._make_programs(jobs) if jobs else ()
+        programs = self._check_programs(jobs, ()).programs if jobs else ()
         return tuple(len(program.effects) for program in programs) or (0,) * self._num_ranks, len(jobs)
 
     def __str__(self) -> str:

@@ -92,9 +92,12 @@ class Session:
                 then nothing ran. Or the session was closed, or failed before, and its state is lost.
         """
         self._check(batches, jobs)
-        self._batches += [one if isinstance(one, Submission) else Submission.of(one) for one in batches]
-        self._jobs += [_shifted(job, self._first) for job in jobs]
-        return self._advance_to(*self._count())
+        submissions = [one if isinstance(one, Submission) else Submission.of(one) for one in batches]
+        all_jobs = [*self._jobs, *(_shifted(job, self._first) for job in jobs)]
+        ends, taken = self._count(all_jobs)  # before anything changes: the schedule's programs may be refused
+        self._batches += submissions
+        self._jobs = all_jobs
+        return self._advance_to(ends, taken)
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
         """Receive all outputs that have yet to return. Returns the state, which now belongs to the caller, and the
@@ -127,12 +130,12 @@ class Session:
             mistake = f"{sizes[0]} and the jobs {jobs!r:.60}", "a Job for each batch: submit([batch], [Job()])"
         refuse(call, mistake)
 
-    def _count(self) -> tuple[tuple[int, ...], int]:
-        key = tuple(self._jobs)
+    def _count(self, jobs: Sequence[Job]) -> tuple[tuple[int, ...], int]:
+        key = tuple(jobs)
         if (found := self._counts.get(key)) is None:
             if len(self._counts) >= _MAX_COUNTS:
                 self._counts.clear()
-            found = self._counts[key] = self._count_running(self._jobs)
+            found = self._counts[key] = self._count_running(jobs)
         return found
 
     def _checked(self, spans: Spans | None) -> CheckedPrograms:
@@ -156,7 +159,7 @@ class Session:
         self._jobs = [_shifted(job, taken) for job in self._jobs[taken:]]
         self._batches = self._batches[taken:]
         self._first += taken
-        self._done = self._count()[0]
+        self._done = self._count(self._jobs)[0]
         return outputs
 
 

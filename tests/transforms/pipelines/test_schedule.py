@@ -6,13 +6,21 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from refusal import refused
 
 from weft.effects import Broadcast, Fence, Program, Recv, Run, Schema, Send, TensorSchema
 from weft.errors import ProgramError
 from weft.proofs.strategies import job_lists
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.machine import Step, interleave, puts, takes
-from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
+from weft.transforms.pipelines.schedule import (
+    Job,
+    decode_jobs,
+    jobs_for,
+    make_programs,
+    refuse_other_work,
+    streaming,
+)
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
 
@@ -190,3 +198,14 @@ def test_what_is_no_schedule_is_refused(given: Any) -> None:
 def test_a_decode_loop_of_no_job_is_refused(cohorts: int, steps: int) -> None:
     with pytest.raises(ProgramError, match=rf"decode_jobs\({cohorts}, {steps}\)"):
         decode_jobs(cohorts, steps)
+
+
+@given(job_lists(), st.integers(1, 4), st.integers(1, 4))
+def test_programs_are_of_the_ranks_that_the_pipeline_has(jobs: tuple[Job, ...], stages: int, ranks: int) -> None:
+    programs = make_programs(stages, jobs, advances=True)
+    if ranks == stages:
+        refuse_other_work("step", programs, (stages, ranks), jobs, advances=True)
+        return
+    seen = f"programs of {stages} ranks, which were {ranks} before"
+    with refused(ProgramError, "step: the programs of its schedule", seen, "as many ranks for any jobs"):
+        refuse_other_work("step", programs, (stages, ranks), jobs, advances=True)

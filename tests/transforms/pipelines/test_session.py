@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from refusal import refused
 
 from weft.errors import ProgramError
 from weft.proofs import strategies
@@ -19,6 +20,7 @@ from weft.transforms.pipelines.schedule import Job, count_running, jobs_for, mak
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.transports.threads import Threads
+from weft.transforms.pipelines.weaving import interleaved
 
 THREADS = Threads(timeout=20.0)
 
@@ -166,6 +168,20 @@ def test_after_a_failure_a_session_is_over() -> None:
     for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
         with pytest.raises(ProgramError, match=r"a session that is over: it failed .ValueError: planted"):
             call()
+
+
+def test_a_schedule_of_other_ranks_for_more_jobs_is_refused_and_nothing_ran() -> None:
+    def schedule(num_stages: int, jobs: Any, **options: Any) -> Any:
+        return interleaved(3 - len(jobs))(num_stages, jobs, **options)
+
+    session = pipeline([counting] * 2, advance=kept, schedule=schedule).session([None] * 2, zeros(2))
+    session.submit([torch.zeros(1)], [Job()])
+    call = "pipeline(<2 stages>): the programs of its schedule"
+    with refused(ProgramError, call, "programs of 1 ranks, which were 2 before", "as many ranks for any jobs"):
+        session.submit([torch.ones(1)] * 2, [Job(after=0)] * 2)
+    session.submit([torch.zeros(1)], [Job(after=0)])
+    state, _ = session.close()
+    assert [float(s) for s in state] == [2.0, 2.0]
 
 
 def test_a_session_that_was_closed_is_over() -> None:
