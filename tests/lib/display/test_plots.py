@@ -18,7 +18,8 @@ from weft.display.plots import GREY
 from weft.effects import Run
 from weft.errors import MissingPackageError
 from weft.extras import install_command
-from weft.transforms import Costs, Limits, compare, dispatch_table, graphify, make_ladder, simulate, streaming
+from weft.transforms import Costs, Limits, dispatch_table, graphify, make_ladder, simulate, streaming
+from weft.transforms.pipelines.timing.timeline import compare
 
 mpl.use("agg")
 FAST, SLOW = (simulate(streaming(2, 3), Costs(stages, advance=1e-4)) for stages in ((1e-3, 2e-3), (2e-3, 2e-3)))

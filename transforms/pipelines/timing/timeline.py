@@ -205,6 +205,12 @@ class _Moment:
     host: float
     event: torch.cuda.Event | None = None
 
+    def seconds(self, zero: "_Moment") -> float:
+        """The moment on the host's clock. A device's is measured from an earlier one of that device, `zero`."""
+        if self.event is None or zero.event is None:
+            return self.host
+        return zero.host + float(zero.event.elapsed_time(self.event)) / 1e3
+
 
 class Recorder:
     """The effects performed so far; call `timeline()` when the run is over.
@@ -216,25 +222,27 @@ class Recorder:
 
     def __init__(self, device: Literal["cpu", "cuda"]) -> None:
         self._on_device = device == "cuda"
-        self._zeros: dict[int, _Moment] = {}
-        self._spans: list[tuple[int, Effect, int, _Moment, _Moment]] = []
-        if self._on_device:
-            self._zero(torch.cuda.current_device())
+        self._zeros: dict[int, _Moment] = {}  # by the device
+        self._spans: list[tuple[int, Effect, _Moment, _Moment, _Moment]] = []
+        self._zero()
 
     @contextmanager
     def span(self, rank: int, effect: Effect) -> Iterator[None]:
         """Record the effect that is performed inside."""
-        device = torch.cuda.current_device() if self._on_device else -1
-        if self._on_device and device not in self._zeros:
-            self._zero(device)
+        zero = self._zero()
         start = self._now()
         yield
-        self._spans.append((rank, effect, device, start, self._now()))
+        self._spans.append((rank, effect, zero, start, self._now()))
 
-    def _zero(self, device: int) -> None:
-        torch.cuda.synchronize(device)
-        self._zeros[device] = self._now()
-        torch.cuda.synchronize(device)
+    def _zero(self) -> _Moment:
+        """A moment that both clocks know: of the host, and of the current device, which is idle at that moment."""
+        if not self._on_device:
+            return self._now()
+        device = torch.cuda.current_device()
+        if device not in self._zeros:
+            torch.cuda.synchronize(device)
+            self._zeros[device] = self._now()
+        return self._zeros[device]
 
     def _now(self) -> _Moment:
         if not self._on_device:
@@ -249,17 +257,10 @@ class Recorder:
         for device in self._zeros:
             torch.cuda.synchronize(device)
         found = []
-        for rank, effect, device, start, end in self._spans:
-            begins, ends = self._seconds(device, start), self._seconds(device, end)
+        for rank, effect, zero, start, end in self._spans:
+            begins, ends = start.seconds(zero), end.seconds(zero)
             found.append(Event(rank, effect, begins, ends, 0.0 if isinstance(effect, Run) else ends - begins))
         return found
-
-    def _seconds(self, device: int, moment: _Moment) -> float:
-        if moment.event is None:
-            return moment.host
-        zero = self._zeros[device]
-        assert zero.event is not None, "a moment of a device is measured from another moment of it"
-        return zero.host + float(zero.event.elapsed_time(moment.event)) / 1e3
 
     def timeline(self) -> Timeline:
         """The timeline of the ranks in this process. For ranks in several processes, pass all `events()` to

@@ -19,7 +19,7 @@ from weft.transforms.pipelines.schedule import decode_jobs, make_programs, strea
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.events import Event
 from weft.transforms.pipelines.timing.simulate import simulate
-from weft.transforms.pipelines.timing.timeline import Comparison, Timeline, compare, measure
+from weft.transforms.pipelines.timing.timeline import Comparison, Recorder, Timeline, compare, measure
 
 
 def decoding(stages: int, cohorts: int, steps: int) -> Timeline:
@@ -178,6 +178,76 @@ def test_a_pipeline_is_recorded_inside_of_measure_alone() -> None:
     step((None, None), (None, None), torch.ones(2))
     performed = ["run stage 0 [mb 0]", "send to 1 [mb 0]", "recv from 0 [mb 0]", "run stage 1 [mb 0]"]
     assert [str(event.effect) for event in inner.timeline().events] == performed
+
+
+@attrs.define(eq=False)
+class Gpus:
+    """Stand-ins for the clock of the host, and for GPUs that run what is launched on them one after another."""
+
+    now: float = 16.0
+    current: int = 0
+    ends: list[float] = attrs.field(factory=lambda: [0.0, 0.0])
+
+    def moment(self) -> float:
+        """When the current GPU gets to what is launched now."""
+        return max(self.now, self.ends[self.current])
+
+    def launch(self, seconds: float) -> None:
+        self.ends[self.current] = self.moment() + seconds
+
+    def synchronize(self, device: int) -> None:
+        self.now = max(self.now, self.ends[device])
+
+    def event(self, *, enable_timing: bool = False) -> "GpuEvent":
+        return GpuEvent(self, enable_timing)
+
+
+@attrs.define(eq=False)
+class GpuEvent:
+    """A stand-in for `torch.cuda.Event`, which knows its moment once the GPU has got to it."""
+
+    gpus: Gpus
+    is_timed: bool
+    device: int = -1
+    moment: float = math.nan
+
+    def record(self) -> None:
+        self.device = self.gpus.current
+        self.moment = self.gpus.moment()
+
+    def elapsed_time(self, other: "GpuEvent") -> float:
+        assert self.is_timed
+        assert other.is_timed
+        assert self.device == other.device
+        assert max(self.moment, other.moment) <= self.gpus.now, "an event that is not over"
+        return (other.moment - self.moment) * 1e3
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, 4.0]), min_size=2, max_size=2),
+    st.lists(st.tuples(st.integers(0, 1), st.sampled_from([0.0, 0.25, 3.0]), st.sampled_from([0.0, 1.0, 2.0]))),
+)
+def test_on_a_gpu_an_effect_takes_the_time_of_its_kernels(
+    before: list[float], effects: list[tuple[int, float, float]]
+) -> None:
+    """Each GPU may be busy before it is measured, and the host may wait before it launches."""
+    gpus = Gpus()
+    gpus.ends = [gpus.now + seconds for seconds in before]
+    expected: list[tuple[float, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: gpus.now)
+        patch.setattr(torch.cuda, "current_device", lambda: gpus.current)
+        patch.setattr(torch.cuda, "synchronize", gpus.synchronize)
+        patch.setattr(torch.cuda, "Event", gpus.event)
+        recorder = Recorder("cuda")
+        for gpus.current, waits, takes in effects:
+            gpus.now += waits
+            with recorder.span(gpus.current, Run("stage 0", 0)):
+                start = gpus.moment()
+                gpus.launch(takes)
+                expected.append((start, gpus.moment()))
+        found = [(event.start, event.end) for event in recorder.events()]
+    assert found == [(pytest.approx(start), pytest.approx(end)) for start, end in expected]
 
 
 # compare
