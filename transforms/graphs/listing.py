@@ -117,7 +117,6 @@ class Writer(OperatorWatch):
     """
 
     def __init__(self, inputs: Sequence[tuple[Tensor, str]], split_at: frozenset[str]) -> None:
-        super().__init__()
         self.inputs: list[Value] = []
         self.lines: list[Line] = []
         self.split_at = split_at

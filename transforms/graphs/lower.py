@@ -165,7 +165,6 @@ class _Zeros(OperatorWatch):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._known: dict[Any, Callable[[], Any]] = {}
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

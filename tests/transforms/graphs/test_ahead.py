@@ -1,10 +1,12 @@
 """Kernels compiled ahead of captures: a run that launches none of them requests each kernel that a capture launches,
 and leaves no trace."""
 
+import contextlib
 import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from weft.torchapi.watching import OperatorWatch
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
-from weft.transforms.graphs.lower import _are_own, _kind, _Zeros, compile_ahead
+from weft.transforms.graphs.lower import _are_own, _kind, _Zeros, compile_ahead, compiling_at_once
 
 
 class Jit:
@@ -64,6 +66,42 @@ def test_a_kernel_is_launched_or_compiled() -> None:
     assert jit.compiled == [((3,), (5,), {"BLOCK": 8}), ((3,), (5.0,), {"BLOCK": 8})], "once for each kind"
 
 
+def test_where_there_is_no_gpu_no_kernel_waits_for_others_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from weft.ops.kernel_triton import Kernel
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    jit = Jit()
+    with compiling_at_once():
+        Kernel(jit)[(2,)](1)
+    assert (len(jit.compiled), len(jit.launched)) == (0, 1)
+
+
+@pytest.mark.parametrize(("size", "has_graph"), [(2, True), (5, False)])
+def test_it_runs_where_graphs_allocate_if_the_call_has_a_graph(
+    size: int, has_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    ran: list[bool] = []
+    inside: list[bool] = []
+
+    @contextlib.contextmanager
+    def allocating(self: Any) -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def step(rows: Rows) -> Rows:
+        ran.append(bool(inside))
+        return Rows(rows.descriptor, rows.x + 1)
+
+    graph = graphify(step, ladder=[BatchDescriptor(2, 2)])
+    call = graph._example((Rows(BatchDescriptor(size, size), torch.ones(size, 3)),), {})
+    monkeypatch.setattr(type(graph._cache.backend_for(call)), "allocating", allocating)
+    compile_ahead(graph._graphable, call, graph._cache)
+    assert set(ran) == {has_graph}
+
+
 def test_results_of_our_operators_are_zeros_and_their_arguments_stay() -> None:
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     with _Zeros():
@@ -77,7 +115,6 @@ class Seen(OperatorWatch):
     """The calls of weft's operators that an inner watch passes on."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.calls = 0
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

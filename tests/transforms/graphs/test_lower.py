@@ -193,6 +193,14 @@ def test_trees_in_and_out() -> None:
     assert compiled.as_text() == lowered.as_text()
 
 
+def test_a_compiled_graph_says_what_its_own_graph_takes() -> None:
+    g = graphify(lambda x: x * 2)
+    compiled = [g.lower(torch.ones(size)).compile() for size in (2, 300)]
+    assert [one.memory_analysis().num_graphs for one in compiled] == [1, 1]
+    assert [one.memory_analysis().output_bytes for one in compiled] == [8, 1200]
+    assert g.memory_analysis().num_graphs == 2
+
+
 def test_what_cannot_be_captured_cannot_be_lowered() -> None:
     with pytest.raises(CaptureError, match=r"Tensor\.item reads a tensor on the host"):
         graphify(lambda x: x + x.sum().item()).lower(torch.ones(2))

@@ -149,7 +149,9 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
     texts = [task.text for task in tasks if task.answer is None]
     questions = [(task.text, task.answer) for task in tasks if task.answer is not None]
     for task in tasks:
-        length = 0 if task.answer is None else len(model.encode(task.text)) + _num_tokens(model, task.answer)
+        if task.answer is None:
+            continue
+        length = len(model.encode(task.text)) + _num_tokens(model, task.answer)
         if length > most:
             seen = f"{task.name} has {length} tokens, including the answer"
             raise RequestError("score(engine, tasks)", seen, f"at most {most}")

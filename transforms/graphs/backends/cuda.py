@@ -245,7 +245,6 @@ class _Session(OperatorWatch):
     """One capture, which ends one graph before each split operator and begins the next one after it."""
 
     def __init__(self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
-        super().__init__()
         self.device, self.pool, self.split_at, self.audit = device, pool, split_at, audit
         self.pieces: list[Piece] = []
         self._graph = torch.cuda.CUDAGraph()

@@ -121,7 +121,6 @@ class _Recorder(OperatorWatch):
     """Records the operators of a function on a tape while it runs under the audit."""
 
     def __init__(self, audit: Audit, split_at: frozenset[str]) -> None:
-        super().__init__()
         self.audit = audit
         self.tape: list[Operation | Loop] = []
         self.split_at = split_at
