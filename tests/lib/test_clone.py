@@ -11,6 +11,7 @@ from torch import Tensor
 
 import weft
 from weft import donation
+from weft.donation import clone
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies.captures.tensor_programs import ALIASES
 
@@ -29,10 +30,11 @@ def fits(text: str, dtype: torch.dtype) -> bool:
 
 @st.composite
 def aliased(draw: st.DrawFn) -> list[Tensor]:
-    """Tensors of which some are one, and some views of one storage."""
+    """Tensors of which some are one, and some views of one storage, of which they need not begin at the first byte."""
     made: list[Tensor] = []
     for dtype in draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2)):
-        base = torch.arange(9).reshape(3, 3).to(dtype)
+        first = draw(st.integers(0, 9))
+        base = torch.arange(9 + first).to(dtype)[first:].reshape(3, 3)
         texts = [text for text in ALIASES + LAZY if fits(text, dtype)]
         for text in draw(st.lists(st.sampled_from(texts), min_size=1, max_size=4)):
             made.append(eval(text.format(base="base"), {"base": base, "torch": torch}))
@@ -145,6 +147,22 @@ def test_a_clone_has_derivatives_and_a_tensor_that_stands_twice_has_their_sum() 
         assert slope.tolist() == [5.0, 5.0]
     _, slope = torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
     assert slope.tolist() == 10.0
+
+
+@pytest.mark.parametrize("text", [text for text in ALIASES if fits(text, torch.int64)])
+def test_a_clone_of_views_has_the_derivative_of_each(text: str) -> None:
+    def f(x: Tensor, copied: Callable[[Any], Any]) -> Tensor:
+        base = x * 2
+        view = eval(text.format(base="base"), {"base": base, "torch": torch})
+        whole, row, part = copied((base, base[1], view))
+        return (whole * 3).sum() + (row * 5).sum() + (part * 7).sum()
+
+    slopes = []
+    for copied in (clone, lambda tree: tree):
+        x = torch.ones(3, 3, requires_grad=True)
+        f(x, copied).backward()
+        slopes.append(x.grad)
+    assert_equal("the gradient of a clone", *slopes)
 
 
 def test_a_clone_inside_a_graph_shares_as_outside() -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import random
 import types
 from array import array
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.objects import Snapshot, places_of_tensors
+from weft.objects import Snapshot, is_plain_object, places_of_tensors
 
 
 class Pair(NamedTuple):
@@ -155,6 +156,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "inner.__self__.inner",
     ),
     "a value of the class": (lambda: Plain(), lambda x: setattr(Plain, "shared", 1), "Plain.shared"),
+    "a new value of the class": (lambda: Plain(), lambda x: setattr(Plain, "new", 1), "Plain.new"),
     "a value of a class below which another has its name": (
         lambda: Below(),
         lambda x: setattr(Plain, "shared", 1),
@@ -181,6 +183,37 @@ def test_a_change_is_named_and_undone(name: str) -> None:
         assert [found.path for found in before.changes()] == [path]
         before.restore()
         assert list(before.changes()) == []
+
+
+def test_each_of_several_changes_is_named_and_undone() -> None:
+    of_one_object = [case for case in CHANGES.values() if not case[2].startswith("Plain.")]
+    for (make, change, path), (make_other, change_other, other_path) in itertools.permutations(of_one_object, 2):
+        value = Plain((make(), make_other()))
+        before = Snapshot({"": value})
+        change(value.inner[0])
+        change_other(value.inner[1])
+        assert [found.path for found in before.changes()] == [f"inner[0].{path}", f"inner[1].{other_path}"]
+        before.restore()
+        assert list(before.changes()) == []
+
+
+class Lazy(types.ModuleType):
+    """A module that imports its parts when they are asked for, as packages have it."""
+
+
+class Named(Tensor):
+    """A tensor with attributes of its own."""
+
+
+@pytest.mark.parametrize("make", [lambda: Lazy("lazy"), lambda: torch.zeros(2).as_subclass(Named)])
+def test_modules_and_tensors_of_any_class_are_not_entered(make: Callable[[], Any]) -> None:
+    value = make()
+    value.inner = torch.zeros(1)
+    assert places(Plain(value)) == {}
+    before = Snapshot({"": Plain(value)})
+    value.inner = torch.ones(1)
+    assert list(before.changes()) == []
+    assert not is_plain_object(value)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.carried import Carried
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import DonatedError, RequestError, WeftError
@@ -19,7 +20,7 @@ from weft.outputs import Output
 from weft.padding import pad
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
-from weft.state import State, admit, advance, copy_pages, resolve
+from weft.state import Drafting, State, admit, advance, copy_pages, resolve
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves
 
@@ -43,7 +44,8 @@ def states(draw: st.DrawFn) -> State:
         getattr(state, field).copy_(torch.tensor(drawn))
     table = draw(st.permutations(range((ROWS + 1) * MAX_PAGES)))
     state.block_table.copy_(torch.tensor(table).view(ROWS + 1, MAX_PAGES))
-    return state
+    found = draw(st.none() | st.lists(numbers, min_size=ROWS + 1, max_size=ROWS + 1))
+    return state if found is None else attrs.evolve(state, found=torch.tensor(found))
 
 
 @st.composite
@@ -78,7 +80,9 @@ def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
             at = held + offset
             made["positions"][t] = at
             made["input_ids"][t] = int(state.last_tokens[row]) if given[t] == LAST_TOKEN else given[t]
-            made["slot_mapping"][t] = int(state.block_table[row, at // PAGE]) * PAGE + at % PAGE
+            is_found = state.found is not None and at < int(state.found[row])
+            page = state.kv_pages.shape[2] - 1 if is_found else int(state.block_table[row, at // PAGE])
+            made["slot_mapping"][t] = page * PAGE + at % PAGE
     return made
 
 
@@ -151,6 +155,35 @@ def test_advance_is_the_loop(state: State, batch: Batch) -> None:
     assert_equal("advance is the loop", advance(state, batch, Output(tokens, tokens.float())), wanted)
 
 
+def verified_by_hand(state: State, batch: Batch, ids: Tensor, num_tokens: Sequence[int]) -> State:
+    """A request that samples keeps the first `num_tokens` of its ids; its table of tokens gets all of them."""
+    state, starts = clone(state), batch.query_start_loc.tolist()
+    assert state.drafting is not None
+    for i, row in enumerate(batch.rows.tolist()):
+        if row < 0:
+            continue
+        goes_on = int(batch.input_ids[starts[i]]) == LAST_TOKEN
+        state.positions[row] += 1 if goes_on else starts[i + 1] - starts[i]
+        if batch.samples[i] and num_tokens[i]:
+            place = int(state.positions[row])
+            state.drafting.tokens[row, place : place + ids.shape[1]] = ids[i]
+            state.last_tokens[row] = ids[i, num_tokens[i] - 1]
+        state.positions[row] += num_tokens[i] - 1 if batch.samples[i] else 0
+    return state
+
+
+@FAST
+@given(states(), batches(), st.data())
+def test_advance_by_verified_tokens_is_the_loop(state: State, batch: Batch, data: st.DataObject) -> None:
+    reqs, most = batch.descriptor.num_reqs, 3
+    ids = torch.arange(reqs * most).view(reqs, most) + 1000
+    counts = data.draw(st.lists(st.integers(0, most), min_size=reqs, max_size=reqs))
+    state = attrs.evolve(state, drafting=Drafting.zeros(ROWS + 1, max_tokens=20))
+    wanted = verified_by_hand(state, batch, ids, counts)
+    out = Output(ids, ids.float(), num_tokens=torch.tensor(counts, dtype=torch.int64))
+    assert_equal("advance is the loop", advance(state, batch, out), wanted)
+
+
 @FAST
 @given(states(), st.integers(0, 5), st.integers(0, 5))
 def test_a_batch_of_padding_changes_nothing(state: State, reqs: int, tokens: int) -> None:
@@ -208,6 +241,33 @@ def test_admit_fills_the_rows_and_no_other() -> None:
 def test_admit_again_leaves_no_page_of_the_request_before() -> None:
     state = admit(empty(), [1], [[5, 6, 7]], [GREEDY], [[1]])
     assert admit(state, [1], [[8]], [GREEDY], [[1]]).block_table[1].tolist() == [8, 0, 0, 0, 0, 0]
+
+
+@FAST
+@given(st.permutations(range(ROWS)), st.permutations(range(39)), st.integers(0, 2), st.data())
+def test_an_admitted_request_carries_what_the_page_before_it_holds(
+    rows: list[int], pages: list[int], num_drafts: int, data: st.DataObject
+) -> None:
+    """Before its first token it carries the default, and so it does where there are no snapshots."""
+    rows = rows[: data.draw(st.integers(0, ROWS))]
+    default = torch.tensor([-1.0])
+    num_pages = data.draw(st.sampled_from((None, 40)))
+    carried = Carried.of({"h": default}, ROWS + 1, num_drafts=num_drafts, num_pages=num_pages)
+    for values in carried.values.values():
+        values[:ROWS] = -7.0  # of the requests before
+    for snapshots in carried.snapshots.values():
+        snapshots.copy_(torch.arange(41.0)[:, None])
+    counts = [data.draw(st.integers(0, MAX_PAGES - 1)) for _ in rows]
+    own_pages = [pages[MAX_PAGES * i : MAX_PAGES * (i + 1)] for i in range(len(rows))]
+    greedy, prompts, positions = [GREEDY] * len(rows), [[1]] * len(rows), [PAGE * count for count in counts]
+    state = admit(attrs.evolve(empty(), carried=carried), rows, own_pages, greedy, prompts, positions=positions)
+    wanted = [
+        own[count - 1] if count and num_pages is not None else -1 for own, count in zip(own_pages, counts, strict=True)
+    ]
+    assert resolve(state, Batch.decode(rows)).carried["h"].values.flatten().tolist() == wanted
+    assert state.carried is not None
+    rest = [row for row in range(ROWS) if row not in rows]
+    assert bool((state.carried.values["h"][rest] == -7.0).all())
 
 
 def test_admit_nobody() -> None:
@@ -295,6 +355,11 @@ def test_an_admitted_state_is_dead_and_names_its_taker() -> None:
     with pytest.raises(DonatedError) as error:
         resolve(old, Batch.decode([0]))
     assert error.value.seen == "this State was donated to admit(state)"
+
+
+def test_nobody_but_a_taker_says_that_a_state_was_donated() -> None:
+    with pytest.raises(TypeError, match="taken_by"):
+        attrs.evolve(empty(), taken_by="step(state)")
 
 
 def test_zeros() -> None:

@@ -171,6 +171,21 @@ def test_a_triton_that_cannot_compile_is_a_warning_and_a_named_fallback(monkeypa
     assert reason == "triton cannot run it: RuntimeError: ['Failed to find C compiler.']"
 
 
+def test_what_is_said_of_the_launch_is_of_the_kernel_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no other kernel is compiled for it."""
+    asked: list[int] = []
+
+    def handle(device: torch.device, arity: int) -> int:
+        asked.append(arity)
+        return 1
+
+    with without(monkeypatch, "weft.ops.copying.copies_triton.kernel_handle", handle):
+        assert module.uses_kernel(torch.device("cuda", 0))
+        assert module.how_launched(torch.device("cuda", 0)) == "launched by the driver"
+    assert len(asked) == 2
+    assert len(set(asked)) == 1
+
+
 def test_a_triton_without_a_handle_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.ops.copying.copies_triton.kernel_handle", lambda device, arity: None)
     assert module.how_launched(torch.device("cuda", 0)).startswith("launched by triton, which takes longer")
