@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from configs import QWEN3, QWEN3_MOE, SMALL, parse
+from configs import CONFIGS, QWEN3, QWEN3_MOE, SMALL, assert_agrees, parse
 from hypothesis import assume, given, settings, strategies as st
 from theirs import CLASSES
 from transformers import PretrainedConfig
@@ -137,11 +137,18 @@ def test_fields_that_are_neutral_only_at_some_values(name: str) -> None:
     base = {"architectures": ["LlamaForCausalLM"], **SMALL}
     for value in NEUTRAL_AT[name]:
         assert parse({**base, name: value}) == parse(base)
-    value = UNSUPPORTED.get(name, 2.5)
-    with pytest.raises(ConfigError) as caught:
-        parse({**base, name: value})
-    assert caught.value.seen == f"config.json has {name}={value!r}"
-    assert caught.value.instead.startswith(f"weft supports {name}={NEUTRAL_AT[name][0]!r} in LlamaForCausalLM")
+    # In Python 0 == False and 1 == True, but neither may be read as the other.
+    kinds = {(type(value), value) for value in NEUTRAL_AT[name] if isinstance(value, int | float)}
+    twins = [
+        value
+        for value in (False, True, 0, 1, 0.0, 1.0)
+        if value in NEUTRAL_AT[name] and (type(value), value) not in kinds
+    ]
+    for value in (UNSUPPORTED.get(name, 2.5), *twins):
+        with pytest.raises(ConfigError) as caught:
+            parse({**base, name: value})
+        assert caught.value.seen == f"config.json has {name}={value!r}"
+        assert caught.value.instead.startswith(f"weft supports {name}={NEUTRAL_AT[name][0]!r} in LlamaForCausalLM")
 
 
 @given(name=st.text(min_size=1, max_size=20), value=st.one_of(st.none(), st.booleans(), st.integers(), st.text()))
@@ -160,14 +167,54 @@ def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
     assert str(warning.message) == said
 
 
-def test_unknown_fields_are_told_of_together() -> None:
+@pytest.mark.parametrize(
+    ("count", "last"),
+    [(1, "field_0=0"), (14, "field_13=13"), (15, "field_14=14"), (16, "field_14=14 and 1 more"),
+     (20, "field_14=14 and 5 more")],
+)  # fmt: skip
+def test_unknown_fields_are_told_of_together(count: int, last: str) -> None:
     """`auto_map`, which names a checkpoint's own code, is among them: weft has its own code for these architectures."""
-    raw = {**QWEN3, "auto_map": {"AutoModel": "modeling.Model"}, **{f"field_{i}": i for i in range(20)}}
+    raw = {**QWEN3, "auto_map": {"AutoModel": "modeling.Model"}, **{f"field_{i}": i for i in range(count)}}
     with pytest.warns(ConfigWarning) as told:
         parse(raw)
     [warning] = told
-    assert "ignores them: auto_map={'AutoModel': 'modeling.Model'}, field_0=0, " in str(warning.message)
-    assert str(warning.message).endswith(", field_14=14 and 5 more")
+    assert "ignores them: auto_map={'AutoModel': 'modeling.Model'}, field_0=0" in str(warning.message)
+    assert str(warning.message).endswith(f", {last}")
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_missing_fields_have_transformers_defaults(architecture: str) -> None:
+    plain = parse({"architectures": [architecture]})
+    assert_agrees(plain, CONFIGS[architecture](), architecture)
+    for other, config in CONFIGS.items():
+        alone = {"model_type": config.model_type, "architectures": []}
+        both = {"model_type": config.model_type, "architectures": [architecture]}
+        if other == architecture:
+            assert parse(alone) == parse(both) == plain
+        else:
+            assert parse(alone) != plain
+            with pytest.raises(ConfigError, match=f"model_type is '{CONFIGS[architecture].model_type}' for"):
+                parse(both)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_layers_slide_beside_the_field_that_the_error_names(architecture: str) -> None:
+    theirs = CONFIGS[architecture]().get_text_config()
+    fields: dict[str, Any] = {}
+    more = ""
+    if hasattr(theirs, "use_sliding_window"):
+        fields = {"use_sliding_window": True, "sliding_window": 4}
+        more = "; 'sliding_attention' beside use_sliding_window=true"
+    elif hasattr(theirs, "sliding_window"):
+        fields = {"sliding_window": 4}
+        more = "; 'sliding_attention' beside a sliding_window"
+    kinds = ["sliding_attention"] * 3
+    raw = {"architectures": [architecture], "num_hidden_layers": 3, "layer_types": kinds, "sliding_window": None}
+    with pytest.raises(ConfigError) as caught:
+        parse(raw)
+    instead = f"weft supports 'full_attention' in each of the 3 layers, or no layer_types{more}"
+    assert (caught.value.seen, caught.value.instead) == (f"config.json has layer_types={kinds!r}", instead)
+    assert not fields or parse(raw | fields).windows == (4, 4, 4)
 
 
 def test_what_an_architecture_has_anyway_may_be_said() -> None:

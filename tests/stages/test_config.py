@@ -7,12 +7,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from configs import LLAMA, QWEN2, QWEN3, QWEN3_MOE, assert_agrees, parse
+from configs import LLAMA, QWEN2, QWEN3, QWEN3_MOE, SMALL, assert_agrees, parse
 from hypothesis import given, settings, strategies as st
 from theirs import CLASSES
-from transformers import (
-    PretrainedConfig,
-)
+from transformers import PretrainedConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeSparseMoeBlock
 
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.proofs.strategies.models import moe_fields, window_fields
@@ -26,13 +25,6 @@ def written(config: PretrainedConfig, architecture: str, folder: Path) -> dict[s
     config.architectures = [architecture]
     config.save_pretrained(folder)
     return dict(json.loads((folder / "config.json").read_text()))
-
-
-@pytest.mark.parametrize("architecture", CLASSES)
-def test_missing_fields_have_transformers_defaults(architecture: str) -> None:
-    assert_agrees(parse({"architectures": [architecture]}), CLASSES[architecture][0](), architecture)
-    model_type = CLASSES[architecture][0].model_type
-    assert parse({"model_type": model_type, "architectures": []}) == parse({"architectures": [architecture]})
 
 
 @st.composite
@@ -256,6 +248,24 @@ def test_a_configuration_is_valid_at_construction(changes: dict[str, Any], seen:
         attrs.evolve(parse(LLAMA), **changes)
     assert caught.value.seen == seen
     assert caught.value.call.startswith("ModelConfig(architecture=")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {}),
+        ({"decoder_sparse_step": 2}, {"sparse_step": 2}),
+        ({"mlp_only_layers": [1]}, {"dense_layers": (1,)}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {"sparse_step": 2, "dense_layers": (3,)}),
+    ],
+)
+def test_layers_have_experts_where_transformers_has_them(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, **theirs)
+    with torch.device("meta"):
+        layers = [Qwen3MoeDecoderLayer(config, index) for index in range(6)]
+    has_experts = [isinstance(layer.mlp, Qwen3MoeSparseMoeBlock) for layer in layers]
+    moe = MoeConfig(num_experts=4, top_k=2, inner=8, renormalize=True, **ours)
+    assert [moe.is_sparse(index) for index in range(6)] == has_experts
 
 
 @pytest.mark.parametrize(

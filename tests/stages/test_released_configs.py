@@ -6,17 +6,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from configs import QWEN2_VL, assert_agrees, parse
+from configs import CONFIGS, assert_agrees, parse
 from released import R1_0528_QWEN3_8B, RELEASED, SEEN
 from theirs import CLASSES
-from transformers import Qwen2VLConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from weft.errors import ConfigWarning
 from weft.stages.attention.rope import Rope, inverse_frequencies
 from weft.stages.config import ModelConfig
-
-CONFIGS = {name: pair[0] for name, pair in CLASSES.items()} | {QWEN2_VL["architectures"][0]: Qwen2VLConfig}
 
 
 def assert_as_transformers_reads_it(raw: dict[str, Any], ours: ModelConfig) -> None:

@@ -25,10 +25,6 @@ def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> No
     assert load_config(tmp_path) == parse(QWEN2_VL_2B)
 
 
-def test_missing_fields_have_transformers_defaults() -> None:
-    assert_agrees(parse({"model_type": "qwen2_vl"}), Qwen2VLConfig(), NAME)
-
-
 @pytest.mark.parametrize(
     ("changes", "seen", "instead"),
     [
