@@ -188,11 +188,12 @@ def test_a_change_is_named_and_undone(name: str) -> None:
 def test_each_of_several_changes_is_named_and_undone() -> None:
     of_one_object = [case for case in CHANGES.values() if not case[2].startswith("Plain.")]
     for (make, change, path), (make_other, change_other, other_path) in itertools.permutations(of_one_object, 2):
-        value = Plain((make(), make_other()))
+        twice = make()
+        value = Plain((twice, twice, make_other()))
         before = Snapshot({"": value})
-        change(value.inner[0])
-        change_other(value.inner[1])
-        assert [found.path for found in before.changes()] == [f"inner[0].{path}", f"inner[1].{other_path}"]
+        change(twice)
+        change_other(value.inner[2])
+        assert [found.path for found in before.changes()] == [f"inner[0].{path}", f"inner[2].{other_path}"]
         before.restore()
         assert list(before.changes()) == []
 
