@@ -30,9 +30,19 @@ _FOLDER_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _SNAPSHOT_KEY = torch._C.DispatchKey.PythonTLSSnapshot
 
 
+class _Fakes(FakeTensorMode):
+    """Fake tensors that any thread may make."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """False: where there is no GPU, torch would put an object of this thread in place of one of the process, and
+        read it (in 2.11) after the thread's end. It serves fake tensors on a GPU that is not there."""
+        return False
+
+
 def fake_tensors() -> FakeTensorMode:
     """A context in which operators make fake tensors. It takes real ones as well."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    return _Fakes(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
