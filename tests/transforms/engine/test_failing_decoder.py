@@ -194,7 +194,7 @@ def test_a_donated_tensor_used_twice_names_who_took_it() -> None:
             count(params, old, batch)
         with refused(DonatedError, "count(...)", f"state, {seen}", USE_THE_NEW):
             graphify(count)(params, old, batch)
-        with refused(DonatedError, "pipeline(<1 stages>)(params, state, batch)", seen, USE_THE_NEW):
+        with refused(DonatedError, "pipeline(<1 stages>)(params, state, batch)", f"state[0], {seen}", USE_THE_NEW):
             pipeline([_as_stage(count)])((params,), (old,), batch)
 
 

@@ -51,7 +51,7 @@ def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first()
     for token, bias in ((99, 1.0), (5, math.nan), (-1, 1.0), (True, 1.0)):
         changed: Any = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
         changed.logit_bias[token] = bias
-        with pytest.raises(RequestError, match=rf"SamplingParams\(logit_bias=.*{token}: "):
+        with pytest.raises(RequestError, match=rf"SamplingParams\(.*logit_bias=.*{token}: "):
             engine.add([1], changed, max_tokens=2)
     array: Any = np.zeros(2)
     with pytest.raises(RequestError, match="sampling is a ndarray"):
