@@ -491,12 +491,6 @@ def generator_bytes(generator: torch.Generator) -> bytes:
         return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def draw_from(generator: torch.Generator) -> None:
-    """Draw a number from a generator of the CPU, without dispatch."""
-    with torch._C.DisableTorchFunction(), unseen():
-        torch.rand(1, generator=generator, device="cpu")
-
-
 def generator_id(generator: torch.Generator) -> int:
     """A number that identifies a generator as long as it lives; each operator gets another object for it."""
     return int(_address_of(generator))

@@ -44,18 +44,6 @@ def test_seeding_is_refused(way: str) -> None:
     assert "instead: seed it before the call, or pass the random numbers in" in refusal(SEEDING[way], X)
 
 
-def test_setting_the_default_generator_to_the_state_that_it_is_in_is_refused() -> None:
-    torch.manual_seed(3)
-    state = torch.default_generator.get_state()
-    ways: list[Callable[[], Any]] = [
-        lambda: torch.default_generator.set_state(state),
-        lambda: torch.default_generator.manual_seed(3),
-    ]
-    for way in ways:
-        assert SEEDS in refusal(lambda x, way=way: first(x, way()) + torch.rand(3), X)
-        assert SEEDS in refusal(lambda x, way=way: first(x * 2, way()), X)
-
-
 def test_seeding_an_argument_is_refused() -> None:
     assert SEEDS in refusal(lambda x, g: x + torch.rand(3, generator=g.manual_seed(3)), X, torch.Generator())
 

@@ -3,7 +3,6 @@ does not seed again."""
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from weft.errors import CaptureError
 from weft.torchapi.patches import default_generator_is
 from weft.torchapi.private import (
-    draw_from,
     generator_bytes,
     generator_id,
     is_capturing,
@@ -37,8 +35,7 @@ class Randomness:
     that no rehearsal drew from is made by the function itself.
 
     In place of the CPU's default generator the runs draw from a copy. Other threads draw from the default one then,
-    and would draw numbers twice if its state was restored after the run. Only if none of them has, it is, and it is in
-    another state meanwhile, so that a state that the function sets shows.
+    and would draw numbers twice if its state was restored after the run.
 
     Args:
         refuse: makes the error for a fault and its remedy.
@@ -67,22 +64,13 @@ class Randomness:
     @contextlib.contextmanager
     def private_draws(self) -> Iterator[None]:
         """Context of a run, in which the copy stands for the CPU's default generator."""
-        default = torch.default_generator
-        seed, before = default.initial_seed(), default.get_state()
-        present = generator_bytes(default)
-        draw_from(default)  # so that the state of now is not there again by itself
-        moved = generator_bytes(default)
+        seed = torch.default_generator.initial_seed()
         try:
             with default_generator_is(self.copy), _PrivateDraws(self):
                 yield
         finally:
-            state = generator_bytes(default)
-            is_set = state == present or default.initial_seed() != seed
-            # Another thread may have drawn from it; otherwise its own methods were called.
-            is_set = is_set or (state != moved and threading.active_count() == 1)
-            if is_set or state == moved:
-                default.set_state(before)
-            if is_set:
+            if torch.default_generator.initial_seed() != seed:  # a method of the default generator itself was called
+                torch.default_generator.set_state(self._known[generator_id(self.copy)].initial_state)
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def add_known(self, generators: Iterable[torch.Generator]) -> None:
