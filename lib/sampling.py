@@ -143,13 +143,17 @@ class SamplingParams:
         return f"{names[0]}={getattr(self, names[0])!r}" if names else ""
 
     def __repr__(self) -> str:
-        """The call that makes it, with the arguments that differ from the defaults."""
+        """The call that makes it, with the arguments that differ from the defaults; without the temperature of a greedy
+        request, unless others that it has would be refused without one."""
         changed: list[str] = []
         for name, default in _defaults():
             value = getattr(self, name)
             if value is not default and repr(value) != repr(default):  # by their repr: True is not 1
                 changed.append(f"{name}={value!r}")
-        if changed[:1] == ["temperature=0.0"] and not self._only_drawn():
+        drawn = self._only_drawn()
+        if changed[:1] == ["temperature=0.0"] and (
+            not drawn or drawn.startswith("seed=")
+        ):  # an engine gives any a seed
             del changed[0]
         return f"SamplingParams({', '.join(changed)})"
 

@@ -54,7 +54,8 @@ class Replicate:
     As the placement of a result it is a claim, which `weft.shard` checks, so that a forgotten `all_reduce` is an error.
     Nothing is compared where the ranks compute the result with the same operators from the same values, which a
     collective makes of different ones. Elsewhere each call compares the ranks' results, in every bit; on a GPU the host
-    waits for them. What must be compared can neither be differentiated nor become part of a graph.
+    waits for them. What must be compared can neither be differentiated nor become part of a graph, except where only
+    `PerRank()` arguments, such as weights that each rank loads, may differ.
     """
 
     def __str__(self) -> str:

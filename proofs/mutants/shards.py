@@ -245,7 +245,7 @@ def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0)
     return torch.cat((adapted(y[:1], x, lora, batch, 1), y[1:]))
 
 
-def _one_for_all(effect: Collective, every: Sequence[int], numbers: Any) -> list[int]:
+def _one_for_all(effect: Collective, every: Sequence[int], parts: Any, numbers: Any) -> list[int]:
     """Each rank's result of any collective is the same."""
     return [numbers.of(effect.verb, *every)] * len(every)
 

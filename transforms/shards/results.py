@@ -25,14 +25,15 @@ class PlacedResult:
         indices: the index of the leaf among those of each rank.
         layout: the placement on each axis. A leaf that is no tensor is the same on all ranks.
         unproven: the axes along which it is `Replicate()`, each with ranks that do not compute it from the same values,
-            by their traces.
+            by their traces; and whether they do if `PerRank()` arguments, such as weights that each rank loads, are
+            equal.
         has_known_size: whether its size does not depend on values of tensors.
     """
 
     name: str
     indices: tuple[int, ...]
     layout: Layout
-    unproven: tuple[tuple[str, tuple[int, ...]], ...]
+    unproven: tuple[tuple[str, tuple[int, ...], bool], ...]
     has_known_size: bool
 
     def of(self, made: Sequence[Sequence[Any]]) -> list[Any]:
@@ -48,9 +49,20 @@ class _Place:
 
 
 def place_results(
-    traces: Sequence[Trace], numbers: Sequence[Sequence[int]], mesh: Mesh, out_placements: Any, call: str
+    traces: Sequence[Trace],
+    numbers: Sequence[Sequence[int]],
+    alike: Sequence[Sequence[int]],
+    mesh: Mesh,
+    out_placements: Any,
+    call: str,
 ) -> Iterator[PlacedResult]:
-    """The leaves of the result that are placed. `numbers` has a value number for each leaf of each rank.
+    """The leaves of the result that are placed.
+
+    Args:
+        traces: of all ranks.
+        numbers: for each leaf of each rank, its value number.
+        alike: those that they would have if the ranks' `PerRank()` arguments were equal.
+        mesh, out_placements, call: as `shard` has them.
 
     Raises:
         MeshError: placements of another structure than the result, or results that do not fit together: their
@@ -73,14 +85,17 @@ def place_results(
             leaves = [one.leaves[index] for one, index in zip(traces, indices, strict=True)]
             name = names[indices[0]]
             refuse_unlike(name, [leaf.meta["val"] if isinstance(leaf, Node) else leaf for leaf in leaves], given, call)
-            values = [own[index] for own, index in zip(numbers, indices, strict=True)]
             layout = given
             if isinstance(leaves[0], Node):
                 _refuse_missing(name, leaves[0], given, call)
             else:
                 layout = everywhere(Replicate(), mesh)
+            values = [own[index] for own, index in zip(numbers, indices, strict=True)]
+            likewise = [own[index] for own, index in zip(alike, indices, strict=True)]
             unproven = tuple(
-                (axis, ranks) for axis, ranks in replicas(layout, mesh) if len({values[rank] for rank in ranks}) > 1
+                (axis, ranks, len({likewise[rank] for rank in ranks}) == 1)
+                for axis, ranks in replicas(layout, mesh)
+                if len({values[rank] for rank in ranks}) > 1
             )
             yield PlacedResult(name, indices, layout, unproven, all(map(_has_known_size, leaves)))
 

@@ -64,13 +64,14 @@ class Parts:
         by_rank: for each rank.
         sources: for the identity of each of their tensors, the argument that it is a part of, and its placements.
         replicas: the identities of those that an earlier rank holds, too.
-        keys: for each rank and tensor, in order, what is the same for equal parts of one tensor alone.
+        keys: for each rank and tensor, in order, what is the same for equal parts of one tensor alone; and for those
+            that are `PerRank()` their rank, else None.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
     sources: dict[int, tuple[Tensor, Layout]]
     replicas: set[tuple[int, int]]
-    keys: tuple[list[Hashable], ...]
+    keys: tuple[list[tuple[Hashable, int | None]], ...]
 
     def tensors(self, traces: Sequence[Trace], call: str) -> list[list[Tensor]]:
         """Each rank's tensors. A replica that the function writes in place is a copy.
@@ -203,7 +204,7 @@ class Sharded:
                 raise MeshError(self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks")
             refuse_donated_in(self._call, tree=tree[rank])
             num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(tree[rank]))
-            given.keys[rank].extend((name, number, rank) for number in range(num_tensors))
+            given.keys[rank].extend(((name, number), rank) for number in range(num_tensors))
             return tree[rank]
         layout = on_axes(placement, self.mesh, f"{self._call}: in_placements")
         place = self.mesh.coordinates(rank)
@@ -215,7 +216,7 @@ class Sharded:
             if not isinstance(leaf, Tensor):
                 return leaf
             refuse_donated(leaf, call=self._call)
-            given.keys[rank].append((name, next(numbers), cut))
+            given.keys[rank].append(((name, next(numbers), cut), None))
             made = part_of(leaf, layout, self.mesh, rank, self._call)
             given.sources[id(made)] = leaf, layout
             if not is_first:
@@ -247,7 +248,7 @@ class Sharded:
         return found
 
     def _make_traces(
-        self, flat: Sequence[tuple[Any, TreeSpec]], keys: Sequence[Sequence[Hashable]], grads: bool
+        self, flat: Sequence[tuple[Any, TreeSpec]], keys: Sequence[Sequence[tuple[Hashable, int | None]]], grads: bool
     ) -> Traces:
         """Trace the function on all ranks."""
         wrapped = wrapped_tensors(self._fn) if in_functorch_transform() else []
@@ -267,7 +268,8 @@ class Sharded:
         with without_modes():
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
             numbers = result_numbers(by_rank, order, keys)
-            results = tuple(place_results(by_rank, numbers, self.mesh, self.out_placements, self._call))
+            alike = result_numbers(by_rank, order, [[key for key, _ in own] for own in keys])
+            results = tuple(place_results(by_rank, numbers, alike, self.mesh, self.out_placements, self._call))
             return Traces(
                 tuple(by_rank), order, ClosedOver(self._fn, closed_over, in_python.with_containers()), results
             )
@@ -306,16 +308,18 @@ class Sharded:
         traces, they may differ later: on the other values of a replay, or in their derivatives."""
         for result in traces.results:
             leaves = result.of(results)
-            for axis, ranks in result.unproven:
+            for axis, ranks, is_trusted in result.unproven:
                 replicas = [leaves[rank] for rank in ranks]
                 is_tensor = isinstance(replicas[0], Tensor)
                 apart = f"{ranks_in_words(ranks)} do not compute it from the same values"
-                if is_tensor and _is_recorded():
+                if is_tensor and is_trusted and _is_recorded() and in_functorch_transform():
+                    continue
+                if is_tensor and not is_trusted and _is_recorded():
                     fault = f"{apart}, and may differ in a replay"
                 elif unequal := differing(replicas):
                     different = ranks_in_words([ranks[0], *(ranks[index] for index in unequal)])
                     fault = f"{different} have different values"
-                elif is_tensor and any(map(may_be_differentiated, replicas)):
+                elif is_tensor and not is_trusted and any(map(may_be_differentiated, replicas)):
                     fault = f"{apart}, and their derivatives may differ"
                 else:
                     continue

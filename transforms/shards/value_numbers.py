@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from weft.meshes.collectives import AllGather, AllReduce, Collective, PPermute
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute
 from weft.torchapi.private import is_fake, without_modes
 from weft.transforms.pipelines.machine import Step
 from weft.transforms.shards.tracing import Trace, storage_of, written_by
@@ -97,6 +97,24 @@ class _Rank:
         node, _ = self.trace.collectives[self.done - 1]
         return self.now(node.all_input_nodes[0])
 
+    def offered_parts(self, effect: Collective) -> list[int] | None:
+        """The numbers of the parts of what this rank brings to an exchange, one for each rank of it, where it has been
+        joined of them; else None."""
+        if not isinstance(effect, AllToAll):
+            return None
+        node, _ = self.trace.collectives[self.done - 1]
+        joined = node.all_input_nodes[0]
+        if joined.target is not torch.ops.aten.cat.default:
+            return None
+        parts: Any = joined.args[0]
+        dim: Any = joined.args[1] if len(joined.args) > 1 else 0
+        num_dims = joined.meta["val"].ndim
+        sizes = {part.meta["val"].shape for part in parts}
+        if len(parts) != len(effect.ranks) or len(sizes) != 1 or (dim - effect.split_dim) % num_dims:
+            return None
+        were_written = any(storage_of(one) in self.memory for one in (joined, *parts))
+        return None if were_written else [self.made[part] for part in parts]
+
     def results(self) -> Iterator[int]:
         """The numbers of the leaves of the result."""
         for leaf in self.trace.leaves:
@@ -129,13 +147,16 @@ def result_numbers(
             continue
         if step.rank not in results:
             every = [ranks[other].offered() for other in effect.ranks]
-            results.update(zip(effect.ranks, _combined(effect, every, numbers), strict=True))
+            parts = [ranks[other].offered_parts(effect) for other in effect.ranks]
+            results.update(zip(effect.ranks, _combined(effect, every, parts, numbers), strict=True))
         node, _ = rank.trace.collectives[rank.done - 1]
         rank.made[node] = results.pop(step.rank)
     return [list(rank.results()) for rank in ranks]
 
 
-def _combined(effect: Collective, every: Sequence[int], numbers: _Numbers) -> Iterator[int]:
+def _combined(
+    effect: Collective, every: Sequence[int], parts: Sequence[list[int] | None], numbers: _Numbers
+) -> Iterator[int]:
     """The numbers of the results of a collective, for each of its ranks in order."""
     for place in range(len(every)):
         match effect:
@@ -145,6 +166,8 @@ def _combined(effect: Collective, every: Sequence[int], numbers: _Numbers) -> It
                 source = effect.source_of(place)
                 sent = "zeros" if source is None else every[source]
                 yield numbers.of(effect.verb, str(effect.schema), sent)
+            case _ if None not in parts:  # an exchange, in which several ranks may be sent the same
+                yield numbers.of(effect.verb, "parts", *(own[place] for own in parts if own is not None))
             case _:
                 yield numbers.of(effect.verb, place, *every)
 
