@@ -36,9 +36,9 @@ def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | Non
     Snapshots are of whole pages, so that this page is computed instead. Tokens that are computed again are not written.
     """
     policy, has_logprobs = req.request.prefix_caching, req.request.sampling.prompt_logprobs is not None
+    req.hash_pages(pages.page_size)
     if policy == "none" or (has_logprobs and policy != "recompute"):  # of every token of the prompt
         return [], None
-    req.hash_pages(pages.page_size)
     shared = pages.lookup(req.page_hashes)
     if policy == "recompute":
         return shared, None
@@ -51,9 +51,7 @@ def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | Non
 
 
 def publish_pages(host: HostState, req: RequestState) -> None:
-    """Publish a request's full, computed pages to the prefix cache; none if its engine looks none up."""
-    if req.request.prefix_caching == "none":
-        return
+    """Publish a request's full, computed pages to the prefix cache."""
     req.hash_pages(host.pages.page_size)
     full = min(len(req.tokens), req.num_computed) // host.pages.page_size
     for index in range(req.num_published, full):
@@ -65,7 +63,6 @@ def publish_prompt(host: HostState, req: RequestState) -> None:
     """Once all known tokens of a request are in the cache, publish its partial last page, and requeue its followers."""
     if req.num_computed < len(req.tokens):
         return
-    is_shared = req.request.prefix_caching != "none"
-    if is_shared and (content_hash := req.hash_partial_page(host.pages.page_size)) is not None:
+    if (content_hash := req.hash_partial_page(host.pages.page_size)) is not None:
         host.pages.publish_partial(req.pages[len(req.page_hashes)], content_hash)
     requeue_followers(host, req)
