@@ -347,7 +347,7 @@ class Snapshot:
 
     @property
     def num_values(self) -> int:
-        """How many values are compared."""
+        """The number of values that a comparison looks at."""
         return len(self._contents) + sum(len(inside) for _, inside in self._members.values())
 
     def is_unchanged(self) -> bool:

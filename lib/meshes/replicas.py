@@ -32,15 +32,15 @@ def differing(values: Sequence[Any]) -> list[int]:
         return []
     if not isinstance(first, Tensor):
         return [index for index, one in enumerate(others, 1) if value_key(one) != value_key(first)]
-    if not all(map(is_readable, values)):
+    if not all(map(_is_readable, values)):
         return []
     with without_modes() if in_dispatch_mode() else nullcontext():
         return [index for index, one in enumerate(others, 1) if not _is_equal(first, one)]
 
 
-def is_readable(x: Any) -> bool:
+def _is_readable(x: Any) -> bool:
     """Whether the values of a tensor can be read now."""
-    x = innermost(x)
+    x = innermost(x) if isinstance(x, Tensor) else x
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_quantized:
         return False
     kind = x.device.type

@@ -49,7 +49,7 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 GLOBAL_HOOKS: dict[str, Any] = {
     name: getattr(torch.nn.modules.module, name) for name in (f"_global{hooks}" for hooks in MODULE_HOOKS)
 }
-"""Where torch keeps such hooks for all modules, by name."""
+"""The dicts in which torch keeps the hooks of all modules, by name."""
 
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 """The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
@@ -481,7 +481,7 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
     "cudnn": _set_cudnn,
     "default device": torch.set_default_device,
 }
-"""How each of `switches` and the default device is set."""
+"""The functions that set `switches` and the default device, by their names."""
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:

@@ -4,8 +4,8 @@ Everything is an operation on tensors of this process, so autograd and torch.fun
 records all ranks in one graph.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -16,6 +16,9 @@ from torch.fx.node import map_arg
 from weft.meshes.collectives import Collective, combine
 from weft.transforms.pipelines.machine import Step
 from weft.transforms.shards.tracing import Trace
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 @attrs.define(eq=False)
@@ -64,23 +67,43 @@ class _Rank:
         self._drop(node)
 
 
+class Participant(Protocol[T_contra]):
+    """A rank that takes part in the collectives of its trace."""
+
+    def run_part(self) -> None:
+        """Run the operators up to the next collective, or the end."""
+
+    def take(self, result: T_contra, /) -> None:
+        """Go on with the result of that collective."""
+
+
+def take_turns(
+    ranks: Sequence[Participant[T]], order: Sequence[Step], meet: Callable[[Collective], Iterable[T]]
+) -> None:
+    """Run the parts of all ranks in an order that their programs allow. `meet` makes the results of a collective, for
+    each of its ranks in order."""
+    results = dict[int, T]()  # of ranks that have not come to the collective in which another one got them
+    for step in order:
+        rank = ranks[step.rank]
+        if not isinstance(step.effect, Collective):
+            rank.run_part()
+            continue
+        if step.rank not in results:
+            results.update(zip(step.effect.ranks, meet(step.effect), strict=True))
+        rank.take(results.pop(step.rank))
+
+
 def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
     """Run traces on the tensors of each rank's arguments, in an order that their programs allow; the leaves of each
     rank's result. One that is an argument is that tensor itself."""
     ranks = [_Rank(one, dict(zip(_inputs(one), own, strict=True))) for one, own in zip(traces, args, strict=True)]
-    results = dict[int, Tensor]()  # of ranks that have not come to the collective in which another one got them
-    for step in order:
-        own = ranks[step.rank]
-        effect = step.effect
-        if not isinstance(effect, Collective):
-            own.run_part()
-            continue
-        if step.rank not in results:
-            every = combine(effect, [ranks[rank].offered() for rank in effect.ranks])
-            # Each rank may write its result in place, and the trace is of one that is contiguous.
-            dense = (x.clone(memory_format=torch.contiguous_format) for x in every)
-            results.update(zip(effect.ranks, dense, strict=True))
-        own.take(results.pop(step.rank))
+
+    def meet(effect: Collective) -> Iterator[Tensor]:
+        every = combine(effect, [ranks[rank].offered() for rank in effect.ranks])
+        # Each rank may write its result in place, and the trace is of one that is contiguous.
+        return (x.clone(memory_format=torch.contiguous_format) for x in every)
+
+    take_turns(ranks, order, meet)
     return [_results(own, given) for own, given in zip(ranks, args, strict=True)]
 
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute
 from weft.torchapi.private import is_fake, without_modes
 from weft.transforms.pipelines.machine import Step
+from weft.transforms.shards.local import take_turns
 from weft.transforms.shards.tracing import Trace, storage_of, written_by
 from weft.value_keys import value_key
 
@@ -44,21 +45,21 @@ class _Rank:
     Args:
         trace: of the rank.
         numbers: those of all ranks.
-        made: the number that each node's value had when it was made.
+        computed: the number that each node's value had when it was computed.
         memory: for the storages that have been written in place, the number of what they hold.
         done: how many parts it has run.
     """
 
     trace: Trace
     numbers: _Numbers
-    made: dict[Node, int]
+    computed: dict[Node, int]
     memory: dict[int, int] = attrs.field(factory=dict)
     done: int = 0
 
     def run_part(self) -> None:
         """Number the values up to the next collective, or the end."""
         for node in self.trace.parts[self.done]:
-            self.made[node] = self._constant(node) if node.op == "get_attr" else self._call(node)
+            self.computed[node] = self._constant(node) if node.op == "get_attr" else self._call(node)
         self.done += 1
 
     def _constant(self, node: Node) -> int:
@@ -88,14 +89,19 @@ class _Rank:
     def now(self, node: Node) -> int:
         """The number of a node's value as it is now."""
         if not isinstance(node.meta.get("val"), Tensor):
-            return self.made[node]
+            return self.computed[node]
         written = self.memory.get(storage_of(node))
-        return self.made[node] if written is None else self.numbers.of("read", self.made[node], written)
+        return self.computed[node] if written is None else self.numbers.of("read", self.computed[node], written)
 
     def offered(self) -> int:
         """The number of what this rank brings to the collective after the parts that it has run."""
         node, _ = self.trace.collectives[self.done - 1]
         return self.now(node.all_input_nodes[0])
+
+    def take(self, number: int) -> None:
+        """Go on with the number of the result of that collective."""
+        node, _ = self.trace.collectives[self.done - 1]
+        self.computed[node] = number
 
     def offered_parts(self, effect: Collective) -> list[int] | None:
         """The numbers of the parts of what this rank brings to an exchange, one for each rank of it, where it has been
@@ -113,7 +119,7 @@ class _Rank:
         if len(parts) != len(effect.ranks) or len(sizes) != 1 or (dim - effect.split_dim) % num_dims:
             return None
         were_written = any(storage_of(one) in self.memory for one in (joined, *parts))
-        return None if were_written else [self.made[part] for part in parts]
+        return None if were_written else [self.computed[part] for part in parts]
 
     def results(self) -> Iterator[int]:
         """The numbers of the leaves of the result."""
@@ -138,19 +144,13 @@ def result_numbers(
         nodes = trace.graph.find_nodes(op="placeholder")
         inputs = {node: numbers.of("argument", key) for node, key in zip(nodes, keys, strict=True)}
         ranks.append(_Rank(trace, numbers, inputs))
-    results = dict[int, int]()  # of ranks that have not come to the collective in which another one got them
-    for step in order:
-        rank = ranks[step.rank]
-        effect = step.effect
-        if not isinstance(effect, Collective):
-            rank.run_part()
-            continue
-        if step.rank not in results:
-            every = [ranks[other].offered() for other in effect.ranks]
-            parts = [ranks[other].offered_parts(effect) for other in effect.ranks]
-            results.update(zip(effect.ranks, _combined(effect, every, parts, numbers), strict=True))
-        node, _ = rank.trace.collectives[rank.done - 1]
-        rank.made[node] = results.pop(step.rank)
+
+    def meet(effect: Collective) -> Iterator[int]:
+        every = [ranks[rank].offered() for rank in effect.ranks]
+        parts = [ranks[rank].offered_parts(effect) for rank in effect.ranks]
+        return _combined(effect, every, parts, numbers)
+
+    take_turns(ranks, order, meet)
     return [list(rank.results()) for rank in ranks]
 
 

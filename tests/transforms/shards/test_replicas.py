@@ -121,7 +121,7 @@ LATER: dict[str, Any] = {
     "jvp": lambda step: lambda x: torch.func.jvp(step, (x,), (x,)),
     "autograd": lambda step: lambda x: step(x.requires_grad_()),
 }
-"""What uses the result later, or its derivative, where zeros are equal now."""
+"""Uses that run the function again on other values, or differentiate it: equal zeros now are not enough."""
 
 
 def wrote(x: Tensor) -> Tensor:

@@ -224,6 +224,13 @@ def test_a_function_that_names_too_much_is_traced_in_each_call(monkeypatch: pyte
     assert not step._traces
 
 
+def test_a_trace_leaves_torch_no_object_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, torch's own fake tensors replace the process's guard of devices by an object of the thread, which
+    torch 2.11 reads after the thread's end."""
+    monkeypatch.setattr("torch._C._ensureCUDADeviceGuardSet", lambda: pytest.fail("an object of this thread"))
+    assert torch.equal(by_rows(lambda x: x * 2)(X), X * 2)
+
+
 def test_an_argument_of_a_partial_is_found() -> None:
     step = weft.shard(functools.partial(torch.mul, torch.tensor(2.0)), TWO, ROWS, ROWS)
     for _ in range(2):
