@@ -17,6 +17,7 @@ from weft.proofs.strategies.compositions.composition import Composition
 from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
 from weft.torchapi.frames import clear_frames
 from weft.transforms.graphs import one_at_a_time
+from weft.trees import tree_leaves
 
 _LAW = "L25 a nest means what its parts mean"
 
@@ -124,8 +125,13 @@ def _difference(composition: Composition, seen: _Outcome, expected: _Outcome, ke
 def _is_ill_conditioned(
     composition: Composition, call: int, expected: _Outcome, keeps_draws: bool, device: str
 ) -> bool:
-    """Whether the meaning's own result moves by more than the tolerance where its argument moves by a rounding, as in a
-    loop that magnifies every difference."""
+    """Whether the meaning's own result overflows, or moves by more than the tolerance where its argument moves by a
+    rounding, as in a loop that magnifies every difference.
+
+    Beyond the largest number equal sums may differ: a rank's share of a gradient is 0 times infinity, which is NaN.
+    """
+    if not all(bool(leaf.isfinite().all()) for leaf in tree_leaves(expected.result) if isinstance(leaf, Tensor)):
+        return True
     subject = composition.subject_of_meaning(device)
     for earlier, occasion in enumerate(composition.occasions[:call]):
         _outcome(composition, earlier, occasion, subject, device)

@@ -161,6 +161,19 @@ def test_a_thread_that_a_capture_does_not_see_is_refused_or_a_violation(monkeypa
         compositions_mean_their_parts(nest)
 
 
+def test_sums_that_overflow_may_differ_and_others_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    overflowing = Composition(Body(("detaches",)), ("shard, all_gather", "scan", "scan"), ("backward",))
+    finite = Composition(Body(("detaches",)), ("shard, all_gather",), ("backward",))
+    tally = Tally()
+    compositions_mean_their_parts(overflowing, tally=tally)
+    assert tally.errors == 1
+    compositions_mean_their_parts(finite)
+    undefined = property(lambda self: lambda function: lambda x: function(x) * float("nan"))
+    monkeypatch.setattr(type(LAYERS["shard, all_gather"]), "apply", undefined)
+    with pytest.raises(LawViolation, match="nan against"):
+        compositions_mean_their_parts(finite)
+
+
 def test_an_unfit_refusal_is_a_violation() -> None:
     refused = Composition(Body(("reads its argument",)), ("graphify",), ("a call",))
     assert refused.may_be_refused("a call")
